@@ -1,0 +1,243 @@
+"""Prepare a corpus once: read the text, hold some of it out, learn a tokenizer, store the tokens.
+
+The source is read four times (digest, split, vocabulary, tokens) so that it never has to fit in
+memory. The result is built in a hidden folder beside ``data.dir`` and then renamed, so that
+``data.dir`` always holds a whole corpus, also when several processes prepare it at once.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megabit.config.schema import DataConfig
+from megabit.data import corpus as files
+from megabit.data.corpus import CorpusInfo, SplitInfo, check_vocab, load_corpus
+from megabit.data.indexed import IndexedDatasetWriter, token_dtype
+from megabit.data.sources import Document, source_digest
+from megabit.data.split import corpus_documents, hash_key, held_out_mask
+from megabit.data.tokenizer import END_OF_TEXT, encode_texts, train_tokenizer
+from megabit.errors import UserError
+
+__all__ = ["CorpusInfo", "SplitInfo", "check_vocab", "load_corpus", "prepare_corpus"]
+
+
+def prepare_corpus(
+    data: DataConfig, vocab_size: int, seed: int, report: Callable[[str], None]
+) -> CorpusInfo:
+    """Make sure that ``data.dir`` holds the corpus that the settings describe.
+
+    A corpus made from the same text and settings is kept; another one is replaced as a whole.
+    Without ``data.text`` whatever corpus is there is used.
+
+    Args:
+        vocab_size: ids that the tokenizer may have (``model.vocab_size``).
+        seed: chooses the held-out documents (``train.seed``).
+        report: gets one line per stage.
+
+    Raises:
+        UserError: the text cannot be read, or ``data.dir`` holds something else than a corpus.
+    """
+    folder = Path(data.dir)
+    if data.text is None:
+        return _existing(folder, vocab_size)
+    source = Path(data.text)
+    _refuse_user_files(folder)
+    made_from = {
+        "version": files.VERSION,
+        "source_sha256": source_digest(source),
+        "text_field": data.text_field,
+        "held_out_fraction": data.held_out_fraction,
+        "vocab_size": vocab_size,
+        "seed": seed,
+    }
+    fingerprint = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+    current = _intact(folder, fingerprint)
+    if current is not None:
+        report(f"corpus is up to date: {folder}")
+        return current
+    real = Path(os.path.realpath(folder))  # a link stays a link: what it points to is replaced
+    draft = real.with_name(f".{real.name}.{secrets.token_hex(4)}")
+    try:
+        draft.mkdir(parents=True)
+        corpus = _build(source, data, vocab_size, seed, fingerprint, draft, report)
+        files.write_manifest(corpus, {"source": str(source), **made_from})
+        _swap(draft, real, fingerprint)
+    except OSError as error:
+        raise UserError(f"data.dir: cannot write {folder} ({error.strerror})") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    report(f"corpus is ready: {folder}")
+    return replace(corpus, dir=folder)
+
+
+def _existing(folder: Path, vocab_size: int) -> CorpusInfo:
+    if not (folder / files.MANIFEST).exists():
+        raise UserError(
+            f"data.text: is not set and data.dir={folder} holds no corpus; "
+            "set data.text to a text, or data.dir to the folder of a prepared corpus"
+        )
+    corpus = load_corpus(folder)
+    check_vocab(corpus, vocab_size)
+    return corpus
+
+
+def _refuse_user_files(folder: Path) -> None:
+    """Let nothing be replaced but a corpus: the folder may hold files that a user cares about."""
+    try:
+        foreign = _foreign_files(folder)
+    except OSError as error:
+        raise UserError(f"data.dir: {folder} is not a folder ({error.strerror})") from error
+    if foreign:
+        raise UserError(
+            f"data.dir: {folder} holds files that are not part of a megabit corpus "
+            f"(such as {min(foreign)}); give an empty or new folder"
+        )
+
+
+def _foreign_files(folder: Path) -> set[str]:
+    """What ``folder`` holds beside a corpus; without a manifest nothing in it counts as one."""
+    while True:
+        try:
+            identity = folder.stat().st_ino
+            names = {entry.name for entry in folder.iterdir()}
+            if files.read_manifest(folder) is not None:
+                names -= {*files.DATA_FILES, files.MANIFEST}
+            if folder.stat().st_ino == identity:
+                return names
+        except FileNotFoundError:
+            return set()
+        # Another process has swapped the folder in between: look again.
+
+
+def _intact(folder: Path, fingerprint: str) -> CorpusInfo | None:
+    """The corpus in ``folder`` if it is the wanted one and no byte of it is damaged."""
+    try:
+        corpus = load_corpus(folder)
+        if corpus.fingerprint != fingerprint:
+            return None
+        corpus.verify()
+    except UserError:
+        return None
+    return corpus
+
+
+def _swap(draft: Path, folder: Path, fingerprint: str) -> None:
+    """Rename ``draft`` to ``folder``, moving another corpus out of the way.
+
+    Two processes may be here at once; whoever finds the other's equal corpus in place keeps that.
+    """
+    retired: list[Path] = []
+    try:
+        while True:
+            try:
+                os.rename(draft, folder)  # works if the folder is absent or empty
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            if _intact(folder, fingerprint) is not None:
+                return
+            _refuse_user_files(folder)  # they may have come since the preparation began
+            old = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+            try:
+                os.rename(folder, old)
+            except FileNotFoundError:  # another process has just moved it
+                continue
+            retired.append(old)
+    finally:
+        for old in retired:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What the splitting needs to know of each document, shape [documents]."""
+
+    held_out: npt.NDArray[np.bool_]
+    text_bytes: npt.NDArray[np.int64]
+
+
+def _build(
+    source: Path,
+    data: DataConfig,
+    vocab_size: int,
+    seed: int,
+    fingerprint: str,
+    folder: Path,
+    report: Callable[[str], None],
+) -> CorpusInfo:
+    """Write all files but the manifest into ``folder``."""
+
+    report(f"reading {source}")
+    survey = _survey(corpus_documents(source, data.text_field), data.held_out_fraction, seed)
+    held_out: list[bool] = survey.held_out.tolist()
+
+    def documents() -> Iterator[tuple[Document, bool]]:
+        """Each document, and whether it is held out."""
+        try:
+            yield from zip(corpus_documents(source, data.text_field), held_out, strict=True)
+        except ValueError as error:
+            raise UserError(f"{source}: changed while it was read; prepare it again") from error
+
+    report(f"training a tokenizer on {held_out.count(False)} of {len(held_out)} documents")
+    tokenizer = train_tokenizer(
+        (document.text for document, out in documents() if not out), vocab_size
+    )
+    tokenizer.save(str(folder / files.TOKENIZER))
+    end_of_text = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype=np.int32)
+
+    report(f"tokenizing with {tokenizer.get_vocab_size()} tokens")
+    held_out_names: list[str] = []
+
+    def texts() -> Iterator[str]:
+        for document, out in documents():
+            if out:
+                held_out_names.append(document.name)
+            yield document.text
+
+    tokens = {False: 0, True: 0}
+    with ExitStack() as stack:
+        dtype = token_dtype(tokenizer.get_vocab_size())
+        writers = {
+            out: stack.enter_context(IndexedDatasetWriter(folder / name, dtype))
+            for out, name in ((False, files.TRAIN), (True, files.HELD_OUT))
+        }
+        for out, ids in zip(held_out, encode_texts(tokenizer, texts()), strict=True):
+            writers[out].add_document(np.concatenate((ids, end_of_text)))
+            tokens[out] += ids.size + 1
+
+    def split(out: bool) -> SplitInfo:
+        text_bytes = int(survey.text_bytes[survey.held_out == out].sum())
+        return SplitInfo(held_out.count(out), tokens[out], text_bytes)
+
+    return CorpusInfo(
+        dir=folder,
+        fingerprint=fingerprint,
+        vocab_size=tokenizer.get_vocab_size(),
+        train=split(False),
+        held_out=split(True),
+        held_out_names=tuple(held_out_names),
+        files={name: files.describe_file(folder / name) for name in files.DATA_FILES},
+    )
+
+
+def _survey(documents: Iterator[Document], fraction: float, seed: int) -> _Survey:
+    keys, text_bytes = array("Q"), array("q")  # 16 bytes a document, however many there are
+    for document in documents:
+        keys.append(hash_key(document, seed))
+        text_bytes.append(len(document.text.encode()))
+    return _Survey(
+        held_out=held_out_mask(np.array(keys, dtype=np.uint64), fraction),
+        text_bytes=np.array(text_bytes, dtype=np.int64),
+    )

@@ -1,0 +1,97 @@
+"""Run a function on several ranks of this host, as forked processes that talk over gloo.
+
+For ``megabit parity`` and for tests. Training jobs are started by torchrun instead, so that they can
+span hosts.
+"""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megabit.mesh import process_group
+
+
+T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message holds its number and traceback."""
+
+
+def run_ranks(function: Callable[[], T], world_size: int, timeout_s: float = 300) -> list[T]:
+    """Call ``function`` on each of ``world_size`` ranks; returns what each rank returned.
+
+    Ranks are forks of this process, so ``function`` may be a closure over anything; what it returns
+    must be picklable. Each rank computes with one thread, which keeps results repeatable. When one
+    rank fails the others are killed and ``RankError`` carries its traceback.
+    """
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        init_method = f"file://{Path(folder) / 'rendezvous'}"
+        readers: dict[Connection, int] = {}
+        ranks = []
+        for rank in range(world_size):
+            reader, writer = fork.Pipe(duplex=False)
+            process = fork.Process(
+                target=_rank_main,
+                args=(function, rank, world_size, init_method, timeout_s, writer),
+            )
+            process.start()
+            writer.close()
+            readers[reader] = rank
+            ranks.append(process)
+        try:
+            return _collect(readers, world_size)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(readers: dict[Connection, int], world_size: int) -> list[Any]:
+    results: dict[int, Any] = {}
+    while readers:
+        for reader in wait(list(readers)):
+            assert isinstance(reader, Connection)
+            rank = readers.pop(reader)
+            try:
+                ok, value = reader.recv()
+            except EOFError:
+                raise RankError(f"rank {rank} died without a word") from None
+            if not ok:
+                raise RankError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(world_size)]
+
+
+def _rank_main(
+    function: Callable[[], Any],
+    rank: int,
+    world_size: int,
+    init_method: str,
+    timeout_s: float,
+    writer: Connection,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    torch.set_num_threads(1)
+    try:
+        with process_group(
+            rank, world_size, torch.device("cpu"), init_method, timedelta(seconds=timeout_s)
+        ):
+            writer.send((True, function()))
+    except BaseException:
+        writer.send((False, traceback.format_exc()))
+    finally:
+        writer.close()
+        # Skip the parent's exit handlers, which a fork would run a second time.
+        os._exit(0)

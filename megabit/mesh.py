@@ -1,0 +1,112 @@
+"""``ParallelMesh``: the ranks as a grid (pp, dp, tp), and the only owner of process groups.
+
+Ranks of one tensor-parallel group are neighbours, so on a cluster TP stays inside a node. Nothing
+looks a mesh up: it is made once and passed to whoever communicates.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+
+@dataclass
+class Axis:
+    """One dimension of the mesh, as one rank sees it.
+
+    ``group`` is None if the axis has a single rank: then nothing is ever sent.
+    """
+
+    name: str
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None = None
+    sent_bytes: float = 0.0
+    """What this rank has sent along the axis so far, counted by ``reduce`` and ``pipeline``."""
+
+    def global_rank(self, rank: int) -> int:
+        """The world's number of this axis' ``rank``."""
+        assert self.group is not None
+        return dist.get_global_rank(self.group, rank)
+
+    @staticmethod
+    def single(name: str) -> "Axis":
+        return Axis(name, size=1, rank=0)
+
+
+@dataclass
+class ParallelMesh:
+    """The grid and this rank's place in it."""
+
+    tp: Axis = field(default_factory=lambda: Axis.single("tp"))
+    pp: Axis = field(default_factory=lambda: Axis.single("pp"))
+    dp: Axis = field(default_factory=lambda: Axis.single("dp"))
+    world: Axis = field(default_factory=lambda: Axis.single("world"))
+    embedding: Axis = field(default_factory=lambda: Axis.single("embedding"))
+    """First and last stage of a pipeline: the two holders of a tied embedding. Single elsewhere."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @staticmethod
+    def create(tp: int, pp: int, device: torch.device) -> "ParallelMesh":
+        """The mesh over the initialised process group; collective over the whole world."""
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        assert world_size % (tp * pp) == 0, "the configuration was not validated"
+        grid = init_device_mesh(
+            device.type, (pp, world_size // (tp * pp), tp), mesh_dim_names=("pp", "dp", "tp")
+        )
+
+        def axis(name: str) -> Axis:
+            size, own = grid.size(grid.mesh_dim_names.index(name)), grid.get_local_rank(name)
+            return Axis(name, size, own, grid.get_group(name) if size > 1 else None)
+
+        world = Axis("world", world_size, rank, dist.group.WORLD if world_size > 1 else None)
+        mesh = ParallelMesh(axis("tp"), axis("pp"), axis("dp"), world, device=device)
+        # Every rank takes part in making every group, in the same order.
+        for first, last in zip(grid.mesh[0].flatten(), grid.mesh[-1].flatten(), strict=True):
+            ends = [int(first), int(last)]
+            group = dist.new_group(ends) if pp > 1 else None
+            if group is not None and rank in ends:
+                mesh.embedding = Axis("embedding", 2, ends.index(rank), group)
+        return mesh
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for the run: it prints and writes the shared files."""
+        return self.world.rank == 0
+
+    def sent_bytes(self) -> dict[str, float]:
+        """What this rank has sent so far, by axis."""
+        return {
+            "tp": self.tp.sent_bytes,
+            "pp": self.pp.sent_bytes + self.embedding.sent_bytes,
+            "dp": self.dp.sent_bytes,
+        }
+
+
+@contextmanager
+def process_group(rank: int, world_size: int, device: torch.device, init_method: str = "env://",
+                  timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
+    """torch's default process group for the length of the block; none for a world of one."""
+    if world_size == 1:
+        yield
+        return
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=init_method, rank=rank, world_size=world_size, timeout=timeout,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

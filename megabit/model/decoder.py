@@ -1,0 +1,155 @@
+"""The decoder, as the part of it that one pipeline stage holds.
+
+Pre-norm blocks with SubLN as in BitNet-2B4T (arXiv 2504.12285). Parameter names are those of Hugging
+Face's ``BitNetForCausalLM``, with the layer numbers of the whole model, whatever the stage. Tokens of
+a microbatch are flattened: ``T = B · S`` rows, of which a rank holds ``t`` between the layers.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megabit.config import Config, ModelConfig
+from megabit.mesh import ParallelMesh
+from megabit.model.attention import Attention
+from megabit.model.initialize import initialize
+from megabit.model.mlp import MLP
+from megabit.model.norm import RMSNorm
+from megabit.model.rope import RotaryEmbedding
+from megabit.pipeline.layout import StageLayout, stage_layouts
+from megabit.tensor_parallel import (
+    BlockPartition,
+    ColumnParallelLinear,
+    LayerContext,
+    Span,
+    VocabParallelEmbedding,
+    enter_column_parallel,
+    vocab_parallel_cross_entropy,
+    whole,
+)
+
+
+class DecoderLayer(nn.Module):
+    """``[t, H]`` → ``[t, H]``."""
+
+    def __init__(self, model: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        hidden = _replicated(model.hidden_size, context)
+        self.input_layernorm = RMSNorm(hidden, model.rms_norm_eps, context)
+        self.self_attn = Attention(model, context)
+        self.post_attention_layernorm = RMSNorm(hidden, model.rms_norm_eps, context)
+        self.mlp = MLP(model, context)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: int) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, batch)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DecoderStage(nn.Module):
+    """The layers of one stage, with the embedding on the first stage and the norm on the last."""
+
+    def __init__(
+        self, model: ModelConfig, layout: StageLayout, rows: Span, max_length: int,
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        tied_copy = layout.head and model.tie_word_embeddings and not layout.embedding
+        if layout.embedding or tied_copy:
+            if tied_copy:  # counted once, by the first stage
+                rows = rows.owning(rows.start, rows.start)
+            self.embed_tokens = VocabParallelEmbedding(rows, model.hidden_size, context)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(model, context) for i in layout.layers})
+        if layout.head:
+            hidden = _replicated(model.hidden_size, context)
+            self.norm = RMSNorm(hidden, model.rms_norm_eps, context)
+        self.rope = RotaryEmbedding(model.head_dim, max_length, model.rope_theta, context.device)
+
+
+class CausalLMStage(nn.Module):
+    """One pipeline stage of the language model.
+
+    ``forward`` maps tokens (first stage) or hidden states to hidden states; on the last stage,
+    ``loss`` and ``logits`` map those further.
+    """
+
+    def __init__(
+        self, model: ModelConfig, layout: StageLayout, max_length: int, context: LayerContext
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.context = context
+        tp = context.tp
+        partition = BlockPartition(model.vocab_size, model.num_attention_heads)
+        self.vocab_rows = partition.span(tp.rank, tp.size)
+        self.model = DecoderStage(model, layout, self.vocab_rows, max_length, context)
+        if layout.head and not model.tie_word_embeddings:
+            self.lm_head = ColumnParallelLinear(model.hidden_size, self.vocab_rows, context)
+        self.is_tied = model.tie_word_embeddings
+        self.hidden_size = model.hidden_size
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        return self.context.compute_dtype
+
+    def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
+        """Shape ``[t, H]`` of what goes between stages for a microbatch ``[batch, length]``."""
+        ranks = self.context.tp.size if self.context.sequence_parallel else 1
+        return batch * length // ranks, self.hidden_size
+
+    def forward(self, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Args:
+            tokens: int64 ``[B, S]``, read by the first stage; others take their shape only.
+            hidden: ``[t, H]`` from the stage before; None on the first stage.
+        """
+        batch, length = tokens.shape
+        x = self.model.embed_tokens(tokens.flatten()) if hidden is None else hidden
+        rope = self.model.rope.tables(length, x.dtype)
+        for layer in self.model.layers.values():
+            x = layer(x, rope, batch)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[t, H]`` → ``[T, v]``, this rank's part of the vocabulary."""
+        values = self.model.norm(hidden).values
+        if not self.is_tied:
+            return self.lm_head(values)
+        values = enter_column_parallel(values, self.context)
+        return F.linear(values, self.model.embed_tokens.weight.to(values.dtype))
+
+    def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        """Sum of the cross-entropy over the target tokens that ``mask`` keeps, in nats.
+
+        ``targets`` int64 and ``mask`` bool are ``[B, S]``. The same on every TP rank.
+        """
+        losses = vocab_parallel_cross_entropy(
+            self.logits(hidden), targets.flatten(), self.vocab_rows, self.context.tp
+        )
+        return (losses * mask.flatten()).sum()
+
+
+def build_stage(config: Config, mesh: ParallelMesh) -> CausalLMStage:
+    """This rank's stage, initialised. The same values at every layout."""
+    layouts = stage_layouts(
+        config.model.num_hidden_layers, config.parallel.pp, config.parallel.layers_per_stage
+    )
+    context = layer_context(config, mesh)
+    stage = CausalLMStage(config.model, layouts[mesh.pp.rank], config.data.seq_length, context)
+    initialize(stage, config.train.seed, config.model.initializer_range)
+    return stage
+
+
+def layer_context(config: Config, mesh: ParallelMesh) -> LayerContext:
+    compute = getattr(torch, config.precision.compute)
+    backward = config.precision.ternary_backward
+    return LayerContext(
+        tp=mesh.tp,
+        device=mesh.device,
+        compute_dtype=compute,
+        master_dtype=torch.promote_types(compute, torch.float32),
+        ternary_backward_dtype=compute if backward == "compute" else getattr(torch, backward),
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+
+
+def _replicated(size: int, context: LayerContext) -> Span:
+    return whole(size, owned=context.tp.rank == 0)

@@ -1,0 +1,55 @@
+"""Rotary positions (arXiv 2104.09864) in Hugging Face's layout: halves, not pairs, are rotated."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys by their position: ``[B, S, heads, head_dim]`` → the same shape."""
+
+    def __init__(self, head_dim: int, max_length: int, theta: float, device: torch.device) -> None:
+        super().__init__()
+        # In fp64, so that the tables of an fp64 run and of an fp32 run are the same numbers.
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        angle = torch.outer(torch.arange(max_length, dtype=torch.float64), theta**-exponent)
+        self.register_buffer("cos", angle.cos().to(device), persistent=False)  # [S, head_dim/2]
+        self.register_buffer("sin", angle.sin().to(device), persistent=False)
+        self.cos: Tensor
+        self.sin: Tensor
+
+    def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[length, 1, head_dim/2]`` in ``dtype``: once per forward, for all layers."""
+        return tuple(  # type: ignore[return-value]
+            table[:length, None].to(dtype) for table in (self.cos, self.sin)
+        )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x [B, S, heads, D]``, tables ``[S, 1, D/2]``: (a, b) → (a·cos − b·sin, b·cos + a·sin)."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(Function):
+    """Backward is the rotation by the opposite angle, so nothing but the tables is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out_a, out_b = out.chunk(2, -1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    return out

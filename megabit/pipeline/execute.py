@@ -1,0 +1,161 @@
+"""Run a schedule on one stage: the place where a training step computes and talks to its neighbours.
+
+For each microbatch, ``Forward`` keeps what was received and what was made of it until ``Backward``
+takes both; ``Exchange`` moves activations ``[t, H]`` up and their gradients down the pipeline. The
+executor knows no schedule by name.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabit.mesh import Axis
+from megabit.pipeline.actions import Action, Backward, Exchange, Forward, Message
+
+
+class Stage(Protocol):
+    """What the executor needs of a model stage; see ``model.CausalLMStage``."""
+
+    def __call__(self, tokens: Tensor, hidden: Tensor | None) -> Tensor: ...
+
+    def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor) -> Tensor: ...
+
+    def hidden_shape(self, batch: int, length: int) -> tuple[int, int]: ...
+
+    @property
+    def hidden_dtype(self) -> torch.dtype: ...
+
+
+class Microbatches(Protocol):
+    """``[m, B, S]`` each; see ``data.Batch``."""
+
+    inputs: Tensor
+    targets: Tensor
+    mask: Tensor
+
+
+@dataclass
+class PipelineResult:
+    """What one run of a schedule gave on this rank."""
+
+    loss_sum: Tensor
+    """fp64 scalar: Σ loss over the microbatches' target tokens; 0 except on the last stage."""
+    busy_s: float
+    """Seconds from the first action to the last."""
+    wait_s: float
+    """Seconds of those in which the rank waited for an exchange with a neighbour: the bubble."""
+
+
+@dataclass
+class _Live:
+    """A microbatch between its forward and its backward."""
+
+    hidden_in: Tensor | None
+    root: Tensor
+    """Where backward starts: the loss on the last stage, else the stage's output."""
+
+
+def run_schedule(
+    actions: Sequence[Action],
+    stage: Stage,
+    batch: Microbatches,
+    pp: Axis,
+    loss_gradient: Tensor | None = None,
+    before_last_backward: Callable[[], None] = lambda: None,
+) -> PipelineResult:
+    """Run this stage's ``actions`` over the microbatches of ``batch``; collective over ``pp``.
+
+    Gradients are added to the parameters' ``grad``.
+
+    Args:
+        loss_gradient: scalar d(objective)/d(loss sum), such as 1 / target tokens of the whole step;
+            needed where ``actions`` has a ``Backward``.
+        before_last_backward: called when the gradients of the coming backward pass are final.
+    """
+    started = time.perf_counter()
+    run = _Run(stage, batch, pp, loss_gradient)
+    backwards_left = sum(isinstance(action, Backward) for action in actions)
+    with torch.set_grad_enabled(backwards_left > 0):
+        for action in actions:
+            if isinstance(action, Forward):
+                run.forward(action.microbatch)
+            elif isinstance(action, Backward):
+                backwards_left -= 1
+                if backwards_left == 0:
+                    before_last_backward()
+                run.backward(action.microbatch)
+            else:
+                run.exchange(action)
+    return PipelineResult(run.loss_sum, time.perf_counter() - started, run.wait_s)
+
+
+@dataclass
+class _Run:
+    """The state of one run: live microbatches and what was or is to be exchanged."""
+
+    stage: Stage
+    batch: Microbatches
+    pp: Axis
+    loss_gradient: Tensor | None
+    live: dict[int, _Live] = field(default_factory=dict)
+    received: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    outgoing: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    wait_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.batch.inputs.device)
+        self.is_last = self.pp.rank == self.pp.size - 1
+
+    def forward(self, microbatch: int) -> None:
+        hidden_in = self.received.pop(("activation", microbatch), None)
+        if hidden_in is not None:
+            hidden_in.requires_grad_(torch.is_grad_enabled())
+        root = self.stage(self.batch.inputs[microbatch], hidden_in)
+        if self.is_last:
+            root = self.stage.loss(
+                root, self.batch.targets[microbatch], self.batch.mask[microbatch]
+            )
+            self.loss_sum += root.detach()
+        else:
+            self.outgoing["activation", microbatch] = root.detach()
+        if torch.is_grad_enabled():
+            self.live[microbatch] = _Live(hidden_in, root)
+
+    def backward(self, microbatch: int) -> None:
+        live = self.live.pop(microbatch)
+        gradient = (
+            self.loss_gradient if self.is_last else self.received.pop(("gradient", microbatch))
+        )
+        torch.autograd.backward(live.root, gradient)
+        if live.hidden_in is not None:
+            assert live.hidden_in.grad is not None
+            self.outgoing["gradient", microbatch] = live.hidden_in.grad
+
+    def exchange(self, exchange: Exchange) -> None:
+        started = time.perf_counter()
+        _, batch, length = self.batch.inputs.shape
+        shape = self.stage.hidden_shape(batch, length)
+        operations = []
+        for message in exchange.sends:
+            tensor = self.outgoing.pop((message.kind, message.microbatch)).contiguous()
+            self.pp.sent_bytes += tensor.numel() * tensor.element_size()
+            operations.append(self._operation(dist.isend, tensor, message))
+        for message in exchange.receives:
+            tensor = torch.empty(
+                shape, dtype=self.stage.hidden_dtype, device=self.batch.inputs.device
+            )
+            self.received[message.kind, message.microbatch] = tensor
+            operations.append(self._operation(dist.irecv, tensor, message))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        self.wait_s += time.perf_counter() - started
+
+    def _operation(
+        self, kind: Callable[..., dist.Work | None], tensor: Tensor, message: Message
+    ) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self.pp.global_rank(message.peer), self.pp.group)

@@ -1,0 +1,46 @@
+"""Layers split over tensor-parallel ranks. Statistics and scales belong to the logical tensor."""
+
+from megabit.tensor_parallel.bitlinear import (
+    BitLinear,
+    ColumnParallelBitLinear,
+    RowParallelBitLinear,
+    TernaryWeight,
+    ternarize_layers,
+)
+from megabit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megabit.tensor_parallel.embedding import VocabParallelEmbedding
+from megabit.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LayerContext,
+    RowParallelLinear,
+    enter_column_parallel,
+)
+from megabit.tensor_parallel.parameter import (
+    Shard,
+    ShardedParameter,
+    sharded_parameters,
+    sum_partial_gradients,
+)
+from megabit.tensor_parallel.partition import BlockPartition, Span, reduce_blocks, whole
+
+__all__ = [
+    "BitLinear",
+    "BlockPartition",
+    "ColumnParallelBitLinear",
+    "ColumnParallelLinear",
+    "LayerContext",
+    "RowParallelBitLinear",
+    "RowParallelLinear",
+    "Shard",
+    "ShardedParameter",
+    "Span",
+    "TernaryWeight",
+    "VocabParallelEmbedding",
+    "enter_column_parallel",
+    "reduce_blocks",
+    "sharded_parameters",
+    "sum_partial_gradients",
+    "ternarize_layers",
+    "vocab_parallel_cross_entropy",
+    "whole",
+]
