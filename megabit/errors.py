@@ -11,3 +11,10 @@ class UserError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class RunError(Exception):
+    """The run cannot go on, through no fault of the input; all ranks raise it together.
+
+    The command line prints the message without a traceback and exits with code 1.
+    """

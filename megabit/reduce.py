@@ -88,6 +88,11 @@ def broadcast(x: Tensor, source: int, axis: Axis) -> Tensor:
     return x
 
 
+def any_rank(flag: bool, axis: Axis, device: torch.device) -> bool:
+    """Whether ``flag`` is set on any rank of ``axis``: how ranks agree on what to do next."""
+    return bool(all_reduce(torch.tensor(int(flag), device=device), axis, "max"))
+
+
 def _others_share(axis: Axis) -> float:
     return (axis.size - 1) / axis.size
 

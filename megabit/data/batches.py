@@ -26,6 +26,9 @@ class Batch:
     mask: torch.Tensor
     """bool [m, B, S]: which predictions count."""
 
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.inputs.to(device), self.targets.to(device), self.mask.to(device))
+
 
 class BatchSource:
     """The training batches of one data-parallel rank.

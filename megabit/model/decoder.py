@@ -21,9 +21,12 @@ from megabit.tensor_parallel import (
     BlockPartition,
     ColumnParallelLinear,
     LayerContext,
+    ShardedParameter,
     Span,
     VocabParallelEmbedding,
     enter_column_parallel,
+    ternarize_layers,
+    ternary_layers,
     vocab_parallel_cross_entropy,
     whole,
 )
@@ -91,6 +94,12 @@ class CausalLMStage(nn.Module):
     def hidden_dtype(self) -> torch.dtype:
         return self.context.compute_dtype
 
+    @property
+    def embedding_weight(self) -> ShardedParameter | None:
+        """The embedding matrix, where this stage has a copy of it."""
+        embedding = getattr(self.model, "embed_tokens", None)
+        return None if embedding is None else embedding.weight
+
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
         """Shape ``[t, H]`` of what goes between stages for a microbatch ``[batch, length]``."""
         ranks = self.context.tp.size if self.context.sequence_parallel else 1
@@ -107,6 +116,19 @@ class CausalLMStage(nn.Module):
         for layer in self.model.layers.values():
             x = layer(x, rope, batch)
         return x
+
+    def ternarize(self) -> None:
+        """Derive codes and scales of all ternary layers from their weights, after each update."""
+        ternarize_layers(list(ternary_layers(self)), self.context.tp)
+
+    def zero_fraction(self) -> tuple[int, int]:
+        """How many of this rank's codes are zero, and how many there are."""
+        zeros = total = 0
+        for layer in ternary_layers(self):
+            codes = layer.weight.shard.owned(layer.ternary().codes)
+            zeros += int((codes == 0).sum())
+            total += codes.numel()
+        return zeros, total
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[t, H]`` → ``[T, v]``, this rank's part of the vocabulary."""
@@ -136,6 +158,15 @@ def build_stage(config: Config, mesh: ParallelMesh) -> CausalLMStage:
     stage = CausalLMStage(config.model, layouts[mesh.pp.rank], config.data.seq_length, context)
     initialize(stage, config.train.seed, config.model.initializer_range)
     return stage
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters of the logical model."""
+    hidden, ffn = model.hidden_size, model.intermediate_size
+    kv = model.num_key_value_heads * model.head_dim
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn + 3 * hidden + ffn
+    embeddings = (1 if model.tie_word_embeddings else 2) * model.vocab_size * hidden
+    return model.num_hidden_layers * layer + embeddings + hidden
 
 
 def layer_context(config: Config, mesh: ParallelMesh) -> LayerContext:

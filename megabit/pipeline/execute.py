@@ -23,28 +23,18 @@ class Stage(Protocol):
 
     def __call__(self, tokens: Tensor, hidden: Tensor | None) -> Tensor: ...
 
-    def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor) -> Tensor: ...
-
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]: ...
 
     @property
     def hidden_dtype(self) -> torch.dtype: ...
 
 
-class Microbatches(Protocol):
-    """``[m, B, S]`` each; see ``data.Batch``."""
-
-    inputs: Tensor
-    targets: Tensor
-    mask: Tensor
-
-
 @dataclass
 class PipelineResult:
     """What one run of a schedule gave on this rank."""
 
-    loss_sum: Tensor
-    """fp64 scalar: Σ loss over the microbatches' target tokens; 0 except on the last stage."""
+    outputs: list[Tensor]
+    """What ``finish`` made of each microbatch, detached; empty except on the last stage."""
     busy_s: float
     """Seconds from the first action to the last."""
     wait_s: float
@@ -57,28 +47,33 @@ class _Live:
 
     hidden_in: Tensor | None
     root: Tensor
-    """Where backward starts: the loss on the last stage, else the stage's output."""
+    """Where backward starts: what ``finish`` gave on the last stage, else the stage's output."""
 
 
 def run_schedule(
     actions: Sequence[Action],
     stage: Stage,
-    batch: Microbatches,
+    tokens: Tensor,
+    finish: Callable[[Tensor, int], Tensor],
     pp: Axis,
-    loss_gradient: Tensor | None = None,
+    *,
+    output_gradient: Tensor | None = None,
     before_last_backward: Callable[[], None] = lambda: None,
 ) -> PipelineResult:
-    """Run this stage's ``actions`` over the microbatches of ``batch``; collective over ``pp``.
+    """Run this stage's ``actions`` over a step's microbatches; collective over ``pp``.
 
-    Gradients are added to the parameters' ``grad``.
+    Backward passes add to the parameters' ``grad``.
 
     Args:
-        loss_gradient: scalar d(objective)/d(loss sum), such as 1 / target tokens of the whole step;
-            needed where ``actions`` has a ``Backward``.
-        before_last_backward: called when the gradients of the coming backward pass are final.
+        tokens: int64 ``[m, B, S]``, the inputs of the m microbatches.
+        finish: called on the last stage with its output ``[t, H]`` and the microbatch's number; in
+            training it gives the loss, a scalar.
+        output_gradient: d(objective)/d(what ``finish`` gave), the same for all microbatches, such as
+            1 / target tokens of the whole step; needed where ``actions`` has a ``Backward``.
+        before_last_backward: called when the gradients of the coming backward pass will be final.
     """
     started = time.perf_counter()
-    run = _Run(stage, batch, pp, loss_gradient)
+    run = _Run(stage, tokens, finish, pp, output_gradient)
     backwards_left = sum(isinstance(action, Backward) for action in actions)
     with torch.set_grad_enabled(backwards_left > 0):
         for action in actions:
@@ -91,7 +86,7 @@ def run_schedule(
                 run.backward(action.microbatch)
             else:
                 run.exchange(action)
-    return PipelineResult(run.loss_sum, time.perf_counter() - started, run.wait_s)
+    return PipelineResult(run.outputs, time.perf_counter() - started, run.wait_s)
 
 
 @dataclass
@@ -99,28 +94,28 @@ class _Run:
     """The state of one run: live microbatches and what was or is to be exchanged."""
 
     stage: Stage
-    batch: Microbatches
+    tokens: Tensor
+    finish: Callable[[Tensor, int], Tensor]
     pp: Axis
-    loss_gradient: Tensor | None
+    output_gradient: Tensor | None
     live: dict[int, _Live] = field(default_factory=dict)
     received: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     outgoing: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
     wait_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.batch.inputs.device)
-        self.is_last = self.pp.rank == self.pp.size - 1
+    @property
+    def is_last(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
 
     def forward(self, microbatch: int) -> None:
         hidden_in = self.received.pop(("activation", microbatch), None)
         if hidden_in is not None:
             hidden_in.requires_grad_(torch.is_grad_enabled())
-        root = self.stage(self.batch.inputs[microbatch], hidden_in)
+        root = self.stage(self.tokens[microbatch], hidden_in)
         if self.is_last:
-            root = self.stage.loss(
-                root, self.batch.targets[microbatch], self.batch.mask[microbatch]
-            )
-            self.loss_sum += root.detach()
+            root = self.finish(root, microbatch)
+            self.outputs.append(root.detach())
         else:
             self.outgoing["activation", microbatch] = root.detach()
         if torch.is_grad_enabled():
@@ -129,7 +124,7 @@ class _Run:
     def backward(self, microbatch: int) -> None:
         live = self.live.pop(microbatch)
         gradient = (
-            self.loss_gradient if self.is_last else self.received.pop(("gradient", microbatch))
+            self.output_gradient if self.is_last else self.received.pop(("gradient", microbatch))
         )
         torch.autograd.backward(live.root, gradient)
         if live.hidden_in is not None:
@@ -138,7 +133,7 @@ class _Run:
 
     def exchange(self, exchange: Exchange) -> None:
         started = time.perf_counter()
-        _, batch, length = self.batch.inputs.shape
+        _, batch, length = self.tokens.shape
         shape = self.stage.hidden_shape(batch, length)
         operations = []
         for message in exchange.sends:
@@ -146,9 +141,7 @@ class _Run:
             self.pp.sent_bytes += tensor.numel() * tensor.element_size()
             operations.append(self._operation(dist.isend, tensor, message))
         for message in exchange.receives:
-            tensor = torch.empty(
-                shape, dtype=self.stage.hidden_dtype, device=self.batch.inputs.device
-            )
+            tensor = torch.empty(shape, dtype=self.stage.hidden_dtype, device=self.tokens.device)
             self.received[message.kind, message.microbatch] = tensor
             operations.append(self._operation(dist.irecv, tensor, message))
         for work in dist.batch_isend_irecv(operations):

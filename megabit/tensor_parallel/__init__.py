@@ -4,8 +4,10 @@ from megabit.tensor_parallel.bitlinear import (
     BitLinear,
     ColumnParallelBitLinear,
     RowParallelBitLinear,
+    TernaryLayer,
     TernaryWeight,
     ternarize_layers,
+    ternary_layers,
 )
 from megabit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megabit.tensor_parallel.embedding import VocabParallelEmbedding
@@ -34,6 +36,7 @@ __all__ = [
     "Shard",
     "ShardedParameter",
     "Span",
+    "TernaryLayer",
     "TernaryWeight",
     "VocabParallelEmbedding",
     "enter_column_parallel",
@@ -41,6 +44,7 @@ __all__ = [
     "sharded_parameters",
     "sum_partial_gradients",
     "ternarize_layers",
+    "ternary_layers",
     "vocab_parallel_cross_entropy",
     "whole",
 ]

@@ -11,7 +11,7 @@ They are derived again when the parameter has changed: by the trainer for all la
 (``ternarize_layers``), else by ``forward`` on first use. A microbatch never re-quantizes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class TernaryWeight:
     """0-dimensional, in the master dtype"""
 
 
-class _Ternary(nn.Module):
+class TernaryLayer(nn.Module):
     """The part that column and row layers share: the cached codes of ``self.weight``."""
 
     context: LayerContext
@@ -55,7 +55,7 @@ class _Ternary(nn.Module):
         return self._ternary
 
 
-class ColumnParallelBitLinear(_Ternary, ColumnParallelLinear):
+class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
     """A ternary ``ColumnParallelLinear``."""
 
     @staticmethod
@@ -68,14 +68,14 @@ class ColumnParallelBitLinear(_Ternary, ColumnParallelLinear):
             absmax: ``[t, 1]``, max|x| of each token where the caller knows it (a norm does).
         """
         context = layers[0].context
-        ternary = [layer.ternary() for layer in layers if isinstance(layer, _Ternary)]
+        ternary = [layer.ternary() for layer in layers if isinstance(layer, TernaryLayer)]
         weights = [layer.weight for layer in layers]
         if absmax is None:
             absmax = _absmax(x)
         return _ColumnParallelTernary.apply(x, absmax, context, ternary, *weights)
 
 
-class RowParallelBitLinear(_Ternary, RowParallelLinear):
+class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
     """A ternary ``RowParallelLinear``."""
 
     def forward(self, x: Tensor, absmax: Tensor | None = None) -> Tensor:
@@ -107,7 +107,7 @@ class BitLinear(ColumnParallelBitLinear):
 
 
 @torch.no_grad()
-def ternarize_layers(layers: Sequence[_Ternary], tp: Axis) -> None:
+def ternarize_layers(layers: Sequence[TernaryLayer], tp: Axis) -> None:
     """Derive codes and scales of ``layers`` from their weights, with one exchange over TP.
 
     Σ|W| is taken in fp64 for each block of the split dimension and added in block order, so γ has the
@@ -131,6 +131,11 @@ def ternarize_layers(layers: Sequence[_Ternary], tp: Axis) -> None:
         scale = numerics.weight_scale(sum_abs, shard.numel, layer.weight.dtype)
         layer._ternary = TernaryWeight(numerics.ternarize(layer.weight, scale), scale)
         layer._ternary_source = _version(layer.weight)
+
+
+def ternary_layers(module: nn.Module) -> Iterator[TernaryLayer]:
+    """The ternary layers in ``module``, in the order of its definition."""
+    return (layer for layer in module.modules() if isinstance(layer, TernaryLayer))
 
 
 def _version(weight: Tensor) -> tuple[int, int]:

@@ -1,0 +1,175 @@
+"""Save and load checkpoints: one safetensors file for each rank, and one JSON file about them all.
+
+    checkpoints/latest                      the name of the newest complete one
+    checkpoints/step_00000100/about.json    layout, step, config and whatever else the caller adds
+    checkpoints/step_00000100/rank_00000.safetensors
+
+A checkpoint is written under a temporary name, synced, renamed, and only then called the latest, so a
+run that dies at any instant leaves the previous one in place. Nothing is unpickled.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megabit.errors import RunError, UserError
+from megabit.mesh import ParallelMesh
+from megabit.reduce import any_rank
+
+FORMAT = "megabit checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    about: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.about["step"])
+
+
+class CheckpointStore:
+    """The checkpoints of one run. On several hosts, ``folder`` must be one they share."""
+
+    def __init__(self, folder: Path, mesh: ParallelMesh) -> None:
+        self.folder = folder
+        self.mesh = mesh
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
+        """Write a checkpoint of ``step``; collective over the whole mesh.
+
+        Args:
+            tensors: this rank's.
+            about: JSON values that every rank has alike.
+
+        Raises:
+            RunError: on every rank, if any of them could not write; the previous checkpoint stands.
+        """
+        final = self.folder / f"step_{step:08d}"
+        draft = final.with_name(final.name + ".tmp")
+        self._together(f"{draft}: cannot create it", lambda: _new_folder(draft), main_only=True)
+        own = draft / self._rank_file()
+        self._together(f"{draft}: cannot write a rank's file", lambda: _write_tensors(own, tensors))
+        header = {"format": FORMAT, "version": VERSION, "step": step, "layout": self._layout()}
+        self._together(
+            f"{final}: cannot complete it",
+            lambda: self._publish(draft, final, {**header, **about}),
+            main_only=True,
+        )
+        return final
+
+    def latest(self) -> Checkpoint | None:
+        """The newest complete checkpoint, or None if there is none.
+
+        Raises:
+            UserError: what ``latest`` names is missing or is not a checkpoint of this version.
+        """
+        try:
+            name = (self.folder / "latest").read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return None
+        path = self.folder / name / "about.json"
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path}: cannot read it ({error}); "
+                f"put the name of a complete checkpoint into {self.folder / 'latest'}"
+            ) from error
+        if about.get("format") != FORMAT or about.get("version") != VERSION:
+            raise UserError(f"{path}: is not a {FORMAT} of version {VERSION}")
+        return Checkpoint(path.parent, about)
+
+    def load(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """This rank's tensors.
+
+        Raises:
+            UserError: the layout is not the one that wrote it, or the file is damaged.
+        """
+        saved, own = checkpoint.about.get("layout"), self._layout()
+        if saved != own:
+            raise UserError(
+                f"{checkpoint.path}: was saved at {_format_layout(saved)}, this run is at "
+                f"{_format_layout(own)}; resume at the same layout, or use another run.dir"
+            )
+        path = checkpoint.path / self._rank_file()
+        try:
+            return load_file(path, device=str(self.mesh.device))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: cannot read it ({error})") from error
+
+    def _publish(self, draft: Path, final: Path, about: Mapping[str, Any]) -> None:
+        files = len(list(draft.glob("rank_*.safetensors")))
+        if files != self.mesh.world.size:
+            raise OSError(
+                f"has the files of {files} of {self.mesh.world.size} ranks; "
+                "run.dir must be a folder that all hosts share"
+            )
+        _write_text(draft / "about.json", json.dumps(about, indent=2) + "\n")
+        _sync(draft)
+        if final.exists():  # this step was saved before, by a run that then went on from earlier
+            shutil.rmtree(final)
+        draft.rename(final)
+        pointer = self.folder / "latest.tmp"
+        _write_text(pointer, final.name + "\n")
+        pointer.replace(self.folder / "latest")
+        _sync(self.folder)
+
+    def _together(self, what: str, action: Any, main_only: bool = False) -> None:
+        """Run ``action`` on every rank (or the main one) and fail on all if it fails on any."""
+        problem: OSError | SafetensorError | None = None
+        if self.mesh.is_main or not main_only:
+            try:
+                action()
+            except (OSError, SafetensorError) as error:
+                problem = error
+        if any_rank(problem is not None, self.mesh.world, self.mesh.device):
+            raise RunError(f"{what} ({problem or 'on another rank'})")
+
+    def _rank_file(self) -> str:
+        return f"rank_{self.mesh.world.rank:05d}.safetensors"
+
+    def _layout(self) -> dict[str, int]:
+        return {"tp": self.mesh.tp.size, "pp": self.mesh.pp.size, "dp": self.mesh.dp.size}
+
+
+def _format_layout(layout: Any) -> str:
+    if not isinstance(layout, dict):
+        return "an unknown layout"
+    return " × ".join(f"{axis}={size}" for axis, size in layout.items())
+
+
+def _new_folder(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+    _sync(path)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

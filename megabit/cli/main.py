@@ -1,0 +1,43 @@
+"""``megabit``: the command and what is the same for all subcommands.
+
+Subcommands import what they need when they run, so that ``--help`` and ``config`` answer at once.
+"""
+
+import sys
+
+import typer
+
+from megabit.cli import config, parity, prepare, train
+from megabit.cli.launcher import launched_rank
+from megabit.errors import RunError, UserError
+
+app = typer.Typer(
+    name="megabit",
+    help="Train BitNet b1.58 (ternary) language models with tensor, pipeline and data parallelism.\n\n"
+    "Every command takes SETTINGS: YAML files and key=value pairs, merged from left to right.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("train")(train.train)
+app.command("prepare")(prepare.prepare)
+app.command("parity")(parity.parity)
+app.command("config")(config.show_config)
+
+
+def main() -> None:
+    """Run the command line; what the user got wrong ends in one clear line each and code 2."""
+    try:
+        app()
+    except UserError as error:
+        _fail(error.problems, 2)
+    except RunError as error:
+        _fail([str(error)], 1)
+
+
+def _fail(lines: tuple[str, ...] | list[str], code: int) -> None:
+    if launched_rank() == 0:  # all ranks meet the same error
+        for line in lines:
+            print(f"error: {line}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,2 @@
+def parity() -> None:
+    """x"""

@@ -1,0 +1,69 @@
+"""``megabit train``: one process of a training job."""
+
+import sys
+from datetime import timedelta
+
+from megabit.cli.arguments import Settings
+from megabit.cli.launcher import Launch
+from megabit.config import Config, load_config
+
+
+def train(settings: Settings = None) -> None:
+    """Train a model, evaluate it on held-out text, print a sample and draw the loss curve.
+
+    Goes on from the newest checkpoint in run.dir, if there is one. For more than one rank, start it
+    under torchrun:
+
+    torchrun --nproc-per-node 4 -m megabit train examples/model/tiny.yaml
+    examples/parallel/tp2_pp2.yaml data.text=my_texts/
+    """
+    launch = Launch.from_environment()
+    config = load_config(settings or [], launch.world_size)
+
+    import torch
+
+    if launch.local_rank == 0:
+        # Before the process group: other ranks wait for it in the rendezvous, however long it takes.
+        _prepare(config, is_main=launch.rank == 0)
+
+    from rich.console import Console
+
+    from megabit.mesh import ParallelMesh, process_group
+    from megabit.training import trainer
+
+    device = _device(config, launch)
+    with process_group(launch.rank, launch.world_size, device, timeout=timedelta(minutes=30)):
+        if launch.world_size > 1:
+            mesh = ParallelMesh.create(config.parallel.tp, config.parallel.pp, device)
+        else:
+            mesh = ParallelMesh(device=device)
+        torch.manual_seed(config.train.seed)
+        finished = trainer.train(config, mesh, Console(quiet=not mesh.is_main))
+    if not finished:
+        sys.exit(130)
+
+
+def _prepare(config: Config, is_main: bool) -> None:
+    from megabit.data.prepare import prepare_corpus
+
+    report = print if is_main else lambda line: None
+    prepare_corpus(config.data, config.model.vocab_size, config.train.seed, report)
+
+
+def _device(config: Config, launch: Launch) -> "torch.device":
+    import torch
+
+    from megabit.errors import UserError
+
+    wanted = config.run.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("run.device: cuda was asked for but torch sees no GPU; use cpu or auto")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"run.device: local rank {launch.local_rank} has no GPU of its own, "
+            f"this host has {torch.cuda.device_count()}; start fewer ranks or use cpu"
+        )
+    torch.cuda.set_device(launch.local_rank)
+    return torch.device("cuda", launch.local_rank)

@@ -1,0 +1,5 @@
+"""What a run tells: metrics to the console, to a file and to Weights & Biases."""
+
+from megabit.telemetry.metrics import IntervalMetrics, MetricsLog
+
+__all__ = ["IntervalMetrics", "MetricsLog"]

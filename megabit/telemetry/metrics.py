@@ -1,0 +1,142 @@
+"""The metrics of a run, on its main rank: a line on the console, a JSON line in a file, W&B if asked.
+
+``metrics.jsonl`` has one object a line: ``{"step": …, "loss": …, …}`` for a log interval and
+``{"step": …, "held_out_loss": …, "held_out_bits_per_byte": …}`` for an evaluation.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True)
+class IntervalMetrics:
+    """Means over the steps of one log interval, over all ranks."""
+
+    step: int
+    """Steps done."""
+    loss: float
+    """Nats per token, before each update."""
+    bits_per_byte: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    zero_fraction: float
+    """Share of the codes that are 0; 0 for a dense model."""
+    sent_mb: dict[str, float]
+    """MB that all ranks together send in a step, by axis (ring volume)."""
+    bubble: float
+    """Share of the time in the pipeline schedule that ranks waited for a neighbour."""
+
+    def line(self) -> str:
+        sent = " ".join(f"{axis} {mb:.1f}" for axis, mb in self.sent_mb.items())
+        return (
+            f"step {self.step:>6}  loss {self.loss:.4f}  bits/byte {self.bits_per_byte:.4f}  "
+            f"norm {self.grad_norm:.3f}  lr {self.lr:.2e}  {self.tokens_per_s:,.0f} tok/s  "
+            f"zeros {self.zero_fraction:.1%}  MB {sent}  bubble {self.bubble:.0%}"
+        )
+
+
+class MetricsLog:
+    """Where a run reports; use as a context manager around the training loop.
+
+    Args:
+        path: ``metrics.jsonl``; lines after ``first_step`` are dropped, since a resumed run will
+            write those steps again. None on all ranks but the main one, which then report nothing.
+        console: quiet on all ranks but the main one.
+        wandb_project: log there too; None: not.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        first_step: int,
+        steps: int,
+        console: Console,
+        wandb_project: str | None,
+        run_config: Mapping[str, Any],
+    ) -> None:
+        self.console = console
+        self._path = path
+        if path is not None:
+            _drop_after(path, first_step)
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("training", total=steps, completed=first_step)
+        self._wandb: Any = None
+        if wandb_project is not None and path is not None:
+            import wandb  # takes a second to import, and most runs do without
+
+            self._wandb = wandb.init(
+                project=wandb_project, dir=str(path.parent), config=dict(run_config)
+            )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(kind is not None))
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar to ``step`` steps done."""
+        self._progress.update(self._task, completed=step)
+
+    def say(self, text: str) -> None:
+        """One line for people only."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def interval(self, metrics: IntervalMetrics) -> None:
+        """Report a log interval everywhere."""
+        self.say(metrics.line())
+        self._write(asdict(metrics))
+
+    def evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:
+        """Report a held-out evaluation everywhere."""
+        self.say(f"step {step:>6}  held-out loss {loss:.4f}  bits/byte {bits_per_byte:.4f}")
+        self._write({"step": step, "held_out_loss": loss, "held_out_bits_per_byte": bits_per_byte})
+
+    def _write(self, values: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+        if self._wandb is not None:
+            self._wandb.log(values, step=values["step"])
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All objects of a ``metrics.jsonl``; a last line cut short by a crash is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def _drop_after(path: Path, step: int) -> None:
+    kept = [row for row in read_metrics(path) if row["step"] <= step]
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,76 @@
+"""Continue a prompt with the model as it stands, at the layout of the run: a look, not a server.
+
+Every token is one forward pass over a window of fixed shape; there is no cache of keys and values.
+"""
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from megabit.mesh import ParallelMesh
+from megabit.model import CausalLMStage
+from megabit.pipeline.execute import run_schedule
+from megabit.pipeline.schedules import make_schedule
+from megabit.reduce import all_reduce, broadcast
+
+
+def sample_text(
+    stage: CausalLMStage,
+    tokenizer: Tokenizer,
+    mesh: ParallelMesh,
+    prompt: str,
+    num_tokens: int,
+    window: int,
+    *,
+    seed: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+) -> str:
+    """``prompt`` and its continuation by ``num_tokens`` tokens, the same on every rank.
+
+    Collective over the mesh.
+
+    Args:
+        window: tokens that the model sees at once, at most its ``data.seq_length``.
+        temperature: divides the logits; lower is safer text.
+        top_k: draw from the so many likeliest tokens.
+    """
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids or [0]
+    window = window // mesh.tp.size * mesh.tp.size  # sequence parallelism splits it evenly
+    generator = torch.Generator().manual_seed(seed)
+    actions = make_schedule("forward_only", mesh.pp.size, 1)[mesh.pp.rank]
+    for _ in range(num_tokens):
+        seen = ids[-window:]
+        tokens = torch.tensor(seen + [0] * (window - len(seen)), device=mesh.device)
+        position = len(seen) - 1  # attention is causal: what pads the end is not looked at
+        result = run_schedule(
+            actions,
+            stage,
+            tokens.view(1, 1, window),
+            lambda hidden, _, position=position: _whole_vocabulary(stage, hidden, position),
+            mesh.pp,
+        )
+        token = torch.zeros(1, dtype=torch.int64, device=mesh.device)
+        for logits in result.outputs:  # on the last stage only
+            usable = logits[: tokenizer.get_vocab_size()]
+            token[0] = _draw(usable.float().cpu(), temperature, top_k, generator)
+        ids.append(int(broadcast(token, source=mesh.pp.size - 1, axis=mesh.pp)))
+    return tokenizer.decode(ids)
+
+
+def _whole_vocabulary(stage: CausalLMStage, hidden: Tensor, position: int) -> Tensor:
+    """Logits ``[V]`` at one position, gathered over TP."""
+    own = stage.logits(hidden)[position]
+    rows, tp = stage.vocab_rows, stage.context.tp
+    if tp.size == 1:
+        return own
+    # Ranks may have differently many rows, so each puts its own into zeros.
+    whole = own.new_zeros(rows.size)
+    whole[rows.start : rows.stop] = own
+    return all_reduce(whole, tp)
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    values, indices = logits.topk(min(top_k, len(logits)))
+    choice = torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)
+    return int(indices[choice])

@@ -1,0 +1,252 @@
+"""The training loop: data → step → report, with evaluation, checkpoints and a clean stop.
+
+Everything that is the same on all ranks is said and written by the main one.
+"""
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from megabit.checkpoint import CheckpointStore
+from megabit.config import Config, to_yaml
+from megabit.data.batches import BatchSource, Prefetcher
+from megabit.data.corpus import CorpusInfo, check_vocab, load_corpus
+from megabit.data.sampler import HeldOutWindows, TrainingSampler
+from megabit.data.tokenizer import END_OF_TEXT
+from megabit.errors import UserError
+from megabit.mesh import ParallelMesh
+from megabit.model import num_parameters
+from megabit.reduce import all_gather
+from megabit.telemetry import MetricsLog
+from megabit.training import resume
+from megabit.training.evaluate import Evaluation, evaluate
+from megabit.training.interval import Interval
+from megabit.training.report import draw_curve, write_text
+from megabit.training.sample import sample_text
+from megabit.training.step import TrainingState, train_step
+from megabit.training.stop import StopSignal
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files in ``run.dir``."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        return self.folder / "loss_curve.png"
+
+    @property
+    def summary(self) -> Path:
+        return self.folder / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
+    """Train to ``train.steps``, then evaluate, sample and draw. Collective over the mesh.
+
+    The corpus in ``data.dir`` must be prepared. Returns False if a signal stopped the run early (its
+    checkpoint is then written).
+
+    Args:
+        console: where the main rank speaks; quiet on the others.
+
+    Raises:
+        UserError: the corpus, the checkpoint or ``run.dir`` does not fit the configuration.
+        RunError: training cannot go on.
+    """
+    corpus = open_corpus(config, mesh)
+    sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
+    end_of_text = corpus.load_tokenizer().token_to_id(END_OF_TEXT)
+    windows = HeldOutWindows(corpus.open_held_out(), config.data.seq_length, end_of_text)
+    files = RunFiles(Path(config.run.dir))
+    store = CheckpointStore(files.checkpoints, mesh)
+    checkpoint = store.latest()
+    if checkpoint is not None and not config.run.resume:
+        raise UserError(
+            f"run.dir: {files.folder} holds a run already; use another folder, or run.resume=true"
+        )
+    state = TrainingState.create(config, mesh)
+    step = 0
+    if checkpoint is not None:
+        step = resume.restore(state, store, checkpoint, corpus.fingerprint)
+    if mesh.is_main:
+        files.folder.mkdir(parents=True, exist_ok=True)
+        write_text(files.config, to_yaml(config))
+    for line in describe(config, mesh, corpus, step):
+        console.print(line, highlight=False, soft_wrap=True)
+
+    log = MetricsLog(
+        files.metrics if mesh.is_main else None,
+        step,
+        config.train.steps,
+        console,
+        config.run.wandb_project,
+        dataclasses.asdict(config),
+    )
+    trainer = Trainer(state, corpus, windows, store, log)
+    with log:
+        step = trainer.run(sampler, step)
+        if step < config.train.steps:
+            log.say(
+                f"Stopped after step {step}, saved in {files.checkpoints}. "
+                "To go on, give the same command again."
+            )
+            return False
+        log.say("Evaluating on all held-out text")
+        result = trainer.evaluate(step)
+    conclude(state, corpus, result, files, console)
+    return True
+
+
+def open_corpus(config: Config, mesh: ParallelMesh) -> CorpusInfo:
+    """The prepared corpus, if it fits the model and is the same on all hosts; collective."""
+    corpus = load_corpus(Path(config.data.dir))
+    check_vocab(corpus, config.model.vocab_size)
+    own = torch.frombuffer(bytearray.fromhex(corpus.fingerprint), dtype=torch.uint8)
+    prints = all_gather(own.unsqueeze(0).to(mesh.device), mesh.world)
+    if (prints != prints[0]).any():
+        raise UserError(f"data.dir: {config.data.dir} is not the same corpus on all hosts")
+    return corpus
+
+
+def describe(
+    config: Config, mesh: ParallelMesh, corpus: CorpusInfo, first_step: int
+) -> list[str]:
+    """What is about to be trained, on what, at which layout."""
+    model, parallel = config.model, config.parallel
+    lines = [
+        f"Model: {num_parameters(model) / 1e6:.2f} M parameters, {model.linear}, "
+        f"{model.num_hidden_layers} layers × {model.hidden_size}",
+        f"Text: {corpus.train.tokens:,} tokens in {corpus.train.documents} documents to train on, "
+        f"{corpus.held_out.tokens:,} in {corpus.held_out.documents} held out",
+        f"Layout: TP {mesh.tp.size} × PP {mesh.pp.size} × DP {mesh.dp.size}"
+        + (" with sequence parallelism" if parallel.sequence_parallel else "")
+        + (f", schedule {parallel.schedule}" if mesh.pp.size > 1 else "")
+        + f", on {mesh.device.type} in {config.precision.compute}",
+    ]
+    if first_step:
+        lines.append(f"Resuming after step {first_step}")
+    return lines
+
+
+@dataclass
+class Trainer:
+    """The loop and what it does beside the steps."""
+
+    state: TrainingState
+    corpus: CorpusInfo
+    windows: HeldOutWindows
+    store: CheckpointStore
+    log: MetricsLog
+
+    def run(self, sampler: TrainingSampler, step: int) -> int:
+        """Train from ``step`` steps done; returns the steps done when it ended or was stopped."""
+        config, mesh = self.state.config.train, self.state.mesh
+        batch_size = config.global_batch_size
+        source = BatchSource(
+            sampler, batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size
+        )
+        prefetcher = Prefetcher(
+            source, step * batch_size, batch_size, self.state.config.data.prefetch
+        )
+        interval = Interval(self.state)
+        saved = step
+        try:
+            with StopSignal(mesh.world, mesh.device) as stop:
+                while step < config.steps and not stop.agreed():
+                    started = time.perf_counter()
+                    report = train_step(self.state, prefetcher.next(), step)
+                    interval.add(report, time.perf_counter() - started)
+                    step += 1
+                    self.log.advance(step)
+                    if _is_due(step, config.log_interval) or step == config.steps:
+                        self.log.interval(interval.metrics(step, self.corpus.train))
+                        interval = Interval(self.state)
+                    if _is_due(step, config.eval_interval) and step < config.steps:
+                        self.evaluate(step, config.eval_samples)
+                    if _is_due(step, config.save_interval):
+                        self.save(step)
+                        saved = step
+                if step > saved:
+                    self.save(step)
+        finally:
+            prefetcher.close()
+        return step
+
+    def evaluate(self, step: int, limit: int | None = None) -> Evaluation:
+        """Held-out loss after ``step`` steps, on ``limit`` windows or on all text."""
+        result = evaluate(self.state, self.windows, self.corpus.held_out, limit)
+        self.log.evaluation(step, result.loss, result.bits_per_byte)
+        return result
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint after ``step`` steps."""
+        resume.save(self.state, self.store, step, self.corpus.fingerprint)
+
+
+def conclude(
+    state: TrainingState,
+    corpus: CorpusInfo,
+    result: Evaluation,
+    files: RunFiles,
+    console: Console,
+) -> None:
+    """Sample text, draw the curve and write the summary of a finished run; collective."""
+    config, mesh = state.config, state.mesh
+    sample = None
+    if config.run.sample_tokens:
+        sample = sample_text(
+            state.stage,
+            corpus.load_tokenizer(),
+            mesh,
+            config.run.sample_prompt,
+            config.run.sample_tokens,
+            config.data.seq_length,
+            seed=config.train.seed,
+        )
+        console.rule("sample")
+        console.print(sample, markup=False, highlight=False, soft_wrap=True)
+        console.rule()
+    if not mesh.is_main:
+        return
+    layout = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
+    title = " × ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
+    draw_curve(files.metrics, files.curve, f"{config.model.linear}, {title}")
+    summary = {
+        "steps": config.train.steps,
+        "parameters": num_parameters(config.model),
+        "layout": layout,
+        "held_out_loss": result.loss,
+        "held_out_bits_per_byte": result.bits_per_byte,
+        "held_out_tokens": result.num_tokens,
+        "sample": sample,
+    }
+    write_text(files.summary, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    console.print(
+        f"Held-out bits per byte: {result.bits_per_byte:.4f}\n"
+        f"Curve: {files.curve}\nSummary: {files.summary}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
