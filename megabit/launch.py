@@ -6,6 +6,7 @@ span hosts.
 
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import traceback
@@ -65,7 +66,7 @@ def _collect(readers: dict[Connection, int], world_size: int) -> list[Any]:
             assert isinstance(reader, Connection)
             rank = readers.pop(reader)
             try:
-                ok, value = reader.recv()
+                ok, value = pickle.loads(reader.recv_bytes())
             except EOFError:
                 raise RankError(f"rank {rank} died without a word") from None
             if not ok:
@@ -88,10 +89,15 @@ def _rank_main(
         with process_group(
             rank, world_size, torch.device("cpu"), init_method, timedelta(seconds=timeout_s)
         ):
-            writer.send((True, function()))
+            _send(writer, True, function())
     except BaseException:
-        writer.send((False, traceback.format_exc()))
+        _send(writer, False, traceback.format_exc())
     finally:
         writer.close()
         # Skip the parent's exit handlers, which a fork would run a second time.
         os._exit(0)
+
+
+def _send(writer: Connection, ok: bool, value: Any) -> None:
+    # Not writer.send(): torch would share the memory of tensors, which ends with this process.
+    writer.send_bytes(pickle.dumps((ok, value)))

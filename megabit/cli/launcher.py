@@ -1,6 +1,11 @@
-"""What the launcher (torchrun, or anything that sets the same variables) says about this process."""
+"""Launching ranks: what the launcher (torchrun, or anything that sets the same variables) says about
+this process, and torchrun itself called as a library."""
 
+import logging
 import os
+import sys
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megabit.errors import UserError
@@ -13,6 +18,11 @@ class Launch:
     rank: int
     local_rank: int
     world_size: int
+
+    @staticmethod
+    def is_present() -> bool:
+        """Whether a launcher started this process."""
+        return "RANK" in os.environ
 
     @staticmethod
     def from_environment() -> "Launch":
@@ -33,3 +43,38 @@ class Launch:
 def launched_rank() -> int:
     """RANK, or 0 where there is no launcher."""
     return int(os.environ.get("RANK", "0"))
+
+
+def run_under_torchrun(command: Sequence[str], nproc_per_node: int) -> int:
+    """Run ``megabit command`` on so many ranks of this host; returns the exit code.
+
+    The same as ``torchrun --standalone --nproc-per-node N -m megabit …``, but ends without a traceback
+    of the launcher's own when a rank fails or Ctrl-C stops the job.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.WARNING)  # of this process, which does nothing but wait
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, as torchrun has it
+    launch = elastic_launch(
+        LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc_per_node,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+        ),
+        sys.executable,
+    )
+    try:
+        launch("-m", "megabit", *command)
+    except SignalException:
+        return 130
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    return 0

@@ -2,23 +2,39 @@
 
 import sys
 from datetime import timedelta
+from typing import Annotated, Optional
+
+import typer
 
 from megabit.cli.arguments import Settings
-from megabit.cli.launcher import Launch
+from megabit.cli.launcher import Launch, run_under_torchrun
 from megabit.config import Config, load_config
+from megabit.errors import UserError
 
 
-def train(settings: Settings = None) -> None:
+def train(
+    settings: Settings = None,
+    nproc_per_node: Annotated[
+        Optional[int],
+        typer.Option(help="Start so many ranks on this host, by torchrun's launcher.", min=1),
+    ] = None,
+) -> None:
     """Train a model, evaluate it on held-out text, print a sample and draw the loss curve.
 
-    Goes on from the newest checkpoint in run.dir, if there is one. For more than one rank, start it
-    under torchrun:
+    Goes on from the newest checkpoint in run.dir, if there is one. For several hosts start it under
+    torchrun instead of giving --nproc-per-node; see examples/two_nodes.sh.
 
-    torchrun --nproc-per-node 4 -m megabit train examples/model/tiny.yaml
-    examples/parallel/tp2_pp2.yaml data.text=my_texts/
+    Example: megabit train examples/model/tiny.yaml examples/parallel/tp2_pp2.yaml
+    data.text=my_texts/ --nproc-per-node 4
     """
+    settings = settings or []
+    if nproc_per_node is not None:
+        if Launch.is_present():
+            raise UserError("--nproc-per-node: a launcher has started this process already")
+        load_config(settings, nproc_per_node)  # so that a mistake is told before anything starts
+        sys.exit(run_under_torchrun(["train", *settings], nproc_per_node))
     launch = Launch.from_environment()
-    config = load_config(settings or [], launch.world_size)
+    config = load_config(settings, launch.world_size)
 
     import torch
 
@@ -52,8 +68,6 @@ def _prepare(config: Config, is_main: bool) -> None:
 
 def _device(config: Config, launch: Launch) -> "torch.device":
     import torch
-
-    from megabit.errors import UserError
 
     wanted = config.run.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):

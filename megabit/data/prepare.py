@@ -26,7 +26,7 @@ from megabit.data.corpus import CorpusInfo, SplitInfo, check_vocab, load_corpus
 from megabit.data.indexed import IndexedDatasetWriter, token_dtype
 from megabit.data.sources import Document, source_digest
 from megabit.data.split import corpus_documents, hash_key, held_out_mask
-from megabit.data.tokenizer import END_OF_TEXT, encode_texts, train_tokenizer
+from megabit.data.tokenizer import encode_documents, train_tokenizer
 from megabit.errors import UserError
 
 __all__ = ["CorpusInfo", "SplitInfo", "check_vocab", "load_corpus", "prepare_corpus"]
@@ -195,7 +195,6 @@ def _build(
         (document.text for document, out in documents() if not out), vocab_size
     )
     tokenizer.save(str(folder / files.TOKENIZER))
-    end_of_text = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype=np.int32)
 
     report(f"tokenizing with {tokenizer.get_vocab_size()} tokens")
     held_out_names: list[str] = []
@@ -213,9 +212,9 @@ def _build(
             out: stack.enter_context(IndexedDatasetWriter(folder / name, dtype))
             for out, name in ((False, files.TRAIN), (True, files.HELD_OUT))
         }
-        for out, ids in zip(held_out, encode_texts(tokenizer, texts()), strict=True):
-            writers[out].add_document(np.concatenate((ids, end_of_text)))
-            tokens[out] += ids.size + 1
+        for out, ids in zip(held_out, encode_documents(tokenizer, texts()), strict=True):
+            writers[out].add_document(ids)
+            tokens[out] += ids.size
 
     def split(out: bool) -> SplitInfo:
         text_bytes = int(survey.text_bytes[survey.held_out == out].sum())

@@ -73,8 +73,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return _spell_out_special_tokens(tokenizer)
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[npt.NDArray[np.int32]]:
-    """The ids of each text in order, int32 [its tokens], using all cores and bounded memory."""
+def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[npt.NDArray[np.int32]]:
+    """The ids of each text and ``END_OF_TEXT``, in order: int32 [its tokens + 1].
+
+    Runs on all cores; a text's ids are the only thing that grows with its length.
+    """
+    end_of_text = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype=np.int32)
     parts: list[npt.NDArray[np.int32]] = []
     for batch in _batches(texts):
         encodings = tokenizer.encode_batch_fast(
@@ -83,8 +87,9 @@ def encode_texts(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[npt.NDA
         for (_, ends_text), encoding in zip(batch, encodings, strict=True):
             parts.append(np.array(encoding.ids, dtype=np.int32))
             if ends_text:
-                yield np.concatenate(parts)
+                document = np.concatenate((*parts, end_of_text))
                 parts = []
+                yield document
 
 
 def _spell_out_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
@@ -113,7 +118,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 def _segments(text: str, chars: int = _SEGMENT_CHARS) -> Iterator[str]:
     """Cut ``text`` into parts of ``chars`` or a little more that tokenize as the whole does.
 
-    The parts add up to ``text``; the empty text is one empty part.
+    The parts add up to ``text``; the empty text is one empty part. ``chars`` is at least 1.
     """
     start = 0
     while len(text) - start > chars:

@@ -28,9 +28,11 @@ def global_norm(parameters: Collection[ShardedParameter], mesh: ParallelMesh) ->
     Each logical element counts once, however many ranks hold it.
     """
     norms = [
-        torch.linalg.vector_norm(p.shard.owned(p.grad)) for p in parameters if p.grad is not None
+        torch.linalg.vector_norm(p.shard.owned(p.grad), dtype=torch.float64)
+        for p in parameters
+        if p.grad is not None
     ]
-    square = torch.stack(norms).double().square().sum()
+    square = torch.stack(norms).square().sum()
     all_reduce(square, mesh.tp)
     return all_reduce(square, mesh.pp).sqrt()
 

@@ -1,6 +1,7 @@
 """Stopping early, together: a signal on any rank lets all ranks finish the step they are in."""
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -11,14 +12,17 @@ from megabit.reduce import any_rank
 
 
 class StopSignal:
-    """While in use, SIGINT (Ctrl-C) and SIGTERM ask for a stop instead of ending the process."""
+    """While in use, SIGINT (Ctrl-C) and SIGTERM ask for a stop instead of ending the process.
+
+    Asked again, they end it where it is.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, world: Axis, device: torch.device) -> None:
         self._world = world
         self._device = device
-        self._asked = False
+        self._asked_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -37,7 +41,11 @@ class StopSignal:
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; collective over the world, so all ranks agree."""
-        return any_rank(self._asked, self._world, self._device)
+        return any_rank(self._asked_at is not None, self._world, self._device)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        # Ctrl-C arrives twice at once: from the terminal, and passed on by the launcher.
+        now = time.monotonic()
+        if self._asked_at is not None and now - self._asked_at > 1:
+            raise KeyboardInterrupt
+        self._asked_at = now

@@ -1,0 +1,67 @@
+# Every command a developer needs; `make` alone lists them.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# PYTHON=... chooses the interpreter that .venv is made with (after `make clean`).
+CANDIDATES := $(or $(PYTHON),python3 python3.12 python3.11)
+
+# Ranks share the cores, so each one computes on one thread.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-fast lint fmt bench clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install megabit with the releases of constraints.txt
+
+quickstart: setup ## train a small ternary model on Shakespeare with TP=2 x PP=2, evaluate, sample, plot
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/quickstart.sh
+
+test: setup ## run all tests
+	@$(PY) -m pytest -q
+
+test-fast: setup ## run the tests that take seconds
+	@$(PY) -m pytest -q -m "not slow"
+
+lint: setup ## check style and types
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+fmt: setup ## format the sources and fix what ruff can fix
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: setup ## measure the kernels, then training throughput
+	@$(PY) kernels/benchmarks/int8_matmul.py
+	@$(PY) examples/benchmarks/throughput.py
+
+clean: ## remove .venv, build products and caches (data/ and runs/ stay)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find megabit kernels tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find megabit kernels -name '*.so' -type f -delete
+
+# Made anew when a requirement changes; an environment that was not finished is begun again.
+$(STAMP): setup.py constraints.txt
+	@if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+	  for python in $(CANDIDATES) ''; do \
+	    if [ -z "$$python" ]; then \
+	      echo "error: megabit needs Python 3.11 or newer (tried: $(CANDIDATES)); name one: make setup PYTHON=/path/to/python" >&2; \
+	      exit 1; \
+	    fi; \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
+	  done; \
+	  if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "error: $$python cannot create virtual environments; install its venv module (Debian, Ubuntu: the package python3-venv)" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "Creating $(VENV) with $$("$$python" --version)"; \
+	  "$$python" -m venv --clear $(VENV); \
+	fi
+	@echo "Installing megabit and what it needs into $(VENV) (a minute or two, besides the download)"
+	@$(PY) -m pip install -qq --disable-pip-version-check --prefer-binary -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo "Ready: $$($(PY) -c 'import megabit, torch; print("megabit", megabit.__version__, "with torch", torch.__version__)')"

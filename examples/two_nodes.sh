@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# One job over several hosts: run this on each of them. 4 ranks a host; TP=2 × PP=2, so two hosts make DP=2.
+#
+#   HEAD=host0 NNODES=2 NODE_RANK=0 examples/two_nodes.sh     on host0, where the ranks meet
+#   HEAD=host0 NNODES=2 NODE_RANK=1 examples/two_nodes.sh     on the other one
+#
+# run.dir must be a folder that the hosts share; data.dir may be, or each host prepares its own.
+# HEAD may have a port (host0:29400). On hosts with several networks, GLOO_SOCKET_IFNAME or
+# NCCL_SOCKET_IFNAME names the interface to use. Extra arguments are settings (key=value).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+: "${HEAD:?set HEAD to the host (or host:port) of NODE_RANK 0}"
+: "${NODE_RANK:?set NODE_RANK to 0 on HEAD and to 1, 2, ... on the others}"
+NNODES=${NNODES:-2}
+NPROC=${NPROC:-4}
+[[ " $*" == *" data.text="* ]] || examples/fetch_shakespeare.sh
+settings=(
+  examples/model/tiny.yaml examples/parallel/tp2_pp2_dp2.yaml examples/data/shakespeare.yaml
+  examples/recipe/quickstart.yaml run.dir=runs/two_nodes "$@"
+)
+python -m megabit config --quiet --world-size $((NNODES * NPROC)) "${settings[@]}"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
+  --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${JOB_ID:-megabit}" \
+  -m megabit train "${settings[@]}"

@@ -1,0 +1,346 @@
+"""Is the layout part of the model? Run the same training at several layouts and compare.
+
+Each layout runs for a few steps in real ranks on this host (gloo, one thread each): the same
+initialisation, samples, masks and recipe. What the ranks hold is put together again by logical tensor
+and compared with one process. The masks are uneven on purpose, so that microbatches and DP ranks have
+different numbers of target tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megabit.config import Config, find_problems
+from megabit.data.batches import Batch
+from megabit.data.corpus import check_vocab, load_corpus, read_manifest
+from megabit.data.sampler import TrainingSampler
+from megabit.errors import UserError
+from megabit.launch import run_ranks
+from megabit.mesh import ParallelMesh
+from megabit.pipeline.execute import run_schedule
+from megabit.pipeline.schedules import make_schedule
+from megabit.tensor_parallel import Shard, ternary_layers
+from megabit.training.step import TrainingState, forward_backward, train_step
+
+SampleSource = Callable[[int], np.ndarray]
+"""Sample number → int64 ``[S + 1]``."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay the configured model over ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    layers_per_stage: tuple[int, ...] | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        parts = [f"{axis}={size}" for axis, size in self._degrees() if size > 1]
+        parts += ["sp"] * self.sequence_parallel
+        if self.layers_per_stage is not None:
+            parts.append("layers=" + "/".join(map(str, self.layers_per_stage)))
+        return ",".join(parts) or "one process"
+
+    def _degrees(self) -> list[tuple[str, int]]:
+        return [("tp", self.tp), ("pp", self.pp), ("dp", self.dp)]
+
+    @staticmethod
+    def parse(text: str) -> "Layout":
+        """From ``tp=2,pp=2``; also ``sp`` for sequence parallelism."""
+        values: dict[str, int] = {}
+        sequence_parallel = False
+        for part in text.split(","):
+            key, _, value = part.partition("=")
+            if part == "sp":
+                sequence_parallel = True
+            elif key in ("tp", "pp", "dp") and value.isdigit() and int(value) > 0:
+                values[key] = int(value)
+            else:
+                raise UserError(f"layout {text!r}: cannot read {part!r}; write it like tp=2,pp=2,sp")
+        return Layout(**values, sequence_parallel=sequence_parallel)
+
+    def apply(self, config: Config) -> Config:
+        """``config`` at this layout.
+
+        Raises:
+            UserError: the configured model does not fit it.
+        """
+        parallel = dataclasses.replace(
+            config.parallel,
+            tp=self.tp,
+            pp=self.pp,
+            sequence_parallel=self.sequence_parallel,
+            layers_per_stage=self.layers_per_stage and list(self.layers_per_stage),
+        )
+        config = dataclasses.replace(config, parallel=parallel)
+        problems = find_problems(config, self.world_size)
+        if problems:
+            raise UserError(*(f"layout {self}: {problem}" for problem in problems))
+        return config
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a layout computed, as logical tensors."""
+
+    logits: Tensor
+    """``[B · S, V]`` of the first microbatch, before any step"""
+    gradients: dict[str, Tensor]
+    """Of the first step, before clipping"""
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, Tensor]
+    """After the last step"""
+    codes: dict[str, Tensor]
+    """After the last step"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One layout against one process. Relative differences are to the largest reference value."""
+
+    layout: Layout
+    forward_is_bit_equal: bool
+    """Whether the logits before any step are."""
+    logits: float
+    loss: float
+    """Of the first step, relative."""
+    gradient: float
+    """Of the first step, the largest over the logical tensors, relative."""
+    gradient_name: str
+    grad_norm: float
+    """Of the first step, relative."""
+    last_loss: float
+    """Of the last step, relative."""
+    weight: float
+    """After the last step, the largest over the logical tensors, relative."""
+    codes_changed: int
+    """After the last step."""
+    num_codes: int
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a layout may be from one process.
+
+    The first step differs by the order of floating-point sums only. Then small differences grow: AdamW
+    divides a gradient by its own size, so where it is near zero a rounding difference moves a weight by
+    up to the learning rate, and a weight or activation near a rounding boundary takes another code.
+    """
+
+    first_step: float
+    """For loss, gradients and their norm."""
+    last_loss: float
+    codes: float
+    """Share of the codes that may have changed after the last step."""
+    forward_is_bit_equal: bool
+    """Whether the forward pass may not differ at all."""
+
+    @staticmethod
+    def of(config: Config) -> "Tolerance":
+        # A dense row-parallel layer sums floats over TP, and fp64 products of other shapes may be
+        # computed in another order; all sums of a ternary fp32 or bf16 forward pass are exact.
+        exact = config.model.linear == "ternary" and config.precision.compute != "float64"
+        if config.precision.compute == "float64":
+            return Tolerance(1e-9, 1e-9, 0.0, exact)
+        if "bfloat16" in (config.precision.compute, config.precision.ternary_backward):
+            return Tolerance(3e-2, 1e-2, 1e-2, exact)  # gradients are rounded to bf16 (2^-9)
+        return Tolerance(1e-5, 1e-3, 1e-3, exact)  # sums of up to 2^13 fp32 terms (2^-24 each)
+
+    def allows(self, difference: Difference) -> bool:
+        """Whether ``difference`` is within it."""
+        first_step = max(difference.loss, difference.gradient, difference.grad_norm)
+        return (
+            (difference.forward_is_bit_equal or not self.forward_is_bit_equal)
+            and first_step <= self.first_step
+            and difference.last_loss <= self.last_loss
+            and difference.codes_changed <= self.codes * difference.num_codes
+        )
+
+
+def compare_layouts(
+    config: Config, layouts: Sequence[Layout], steps: int, report: Callable[[Difference], None]
+) -> list[Difference]:
+    """Run ``config`` at each layout and at one process for ``steps`` steps."""
+    configs = [(layout, layout.apply(config)) for layout in layouts]
+    samples = sample_source(config)
+    reference = record(Layout().apply(config), Layout(), steps, samples)
+    differences = []
+    for layout, laid_out in configs:
+        differences.append(compare(layout, record(laid_out, layout, steps, samples), reference))
+        report(differences[-1])
+    return differences
+
+
+def sample_source(config: Config) -> SampleSource:
+    """The prepared corpus in ``data.dir``, or random tokens where there is none."""
+    folder, length = Path(config.data.dir), config.data.seq_length
+    if read_manifest(folder) is not None:
+        corpus = load_corpus(folder)
+        check_vocab(corpus, config.model.vocab_size)
+        return TrainingSampler(corpus.open_train(), length, config.train.seed).sample
+
+    def random_sample(number: int) -> np.ndarray:
+        rng = np.random.default_rng((config.train.seed, number))
+        return rng.integers(config.model.vocab_size, size=length + 1)
+
+    return random_sample
+
+
+def record(config: Config, layout: Layout, steps: int, samples: SampleSource) -> Record:
+    """Run ``config`` at ``layout`` in ranks of its own and put the results together."""
+    parts = run_ranks(lambda: _run_rank(config, layout, steps, samples), layout.world_size)
+    losses, grad_norms = parts[0].losses, parts[0].grad_norms
+    logits = torch.cat([part.logits for part in parts if part.logits is not None], dim=1)
+    return Record(
+        logits,
+        _assemble([part.gradients for part in parts]),
+        losses,
+        grad_norms,
+        _assemble([part.weights for part in parts]),
+        _assemble([part.codes for part in parts]),
+    )
+
+
+def compare(layout: Layout, own: Record, reference: Record) -> Difference:
+    """How far ``own`` is from ``reference``."""
+    gradients = {
+        name: _relative(own.gradients[name], gradient)
+        for name, gradient in reference.gradients.items()
+    }
+    worst = max(gradients, key=lambda name: gradients[name])
+    return Difference(
+        layout=layout,
+        forward_is_bit_equal=torch.equal(own.logits, reference.logits),
+        logits=_relative(own.logits, reference.logits),
+        loss=_relative_number(own.losses[0], reference.losses[0]),
+        gradient=gradients[worst],
+        gradient_name=worst,
+        grad_norm=_relative_number(own.grad_norms[0], reference.grad_norms[0]),
+        last_loss=_relative_number(own.losses[-1], reference.losses[-1]),
+        weight=max(_relative(own.weights[n], weight) for n, weight in reference.weights.items()),
+        codes_changed=sum(
+            int((own.codes[name] != codes).sum()) for name, codes in reference.codes.items()
+        ),
+        num_codes=sum(codes.numel() for codes in reference.codes.values()),
+    )
+
+
+def uneven_batch(config: Config, mesh: ParallelMesh, step: int, samples: SampleSource) -> Batch:
+    """This rank's part of step ``step``, with a different share of targets masked in each sample."""
+    size, micro = config.train.global_batch_size, config.train.micro_batch_size
+    per_rank = size // mesh.dp.size
+    first = step * size + mesh.dp.rank * per_rank
+    tokens, masks = [], []
+    for number in range(first, first + per_rank):
+        rng = np.random.default_rng((config.train.seed, number, 1))
+        tokens.append(samples(number))
+        masks.append(rng.random(config.data.seq_length) < rng.uniform(0.1, 1))
+    shape = (-1, micro, config.data.seq_length)
+    stacked = torch.from_numpy(np.stack(tokens))
+    return Batch(
+        stacked[:, :-1].reshape(shape),
+        stacked[:, 1:].reshape(shape),
+        torch.from_numpy(np.stack(masks)).view(shape),
+    )
+
+
+_Owned = dict[str, tuple[Shard, Tensor]]
+"""By logical name: the owned part of a rank's tensor, and where it belongs."""
+
+
+@dataclass(frozen=True)
+class _RankRecord:
+    """The owned parts of a ``Record`` on one rank."""
+
+    logits: Tensor | None
+    gradients: _Owned
+    losses: list[float]
+    grad_norms: list[float]
+    weights: _Owned
+    codes: _Owned
+
+
+def _run_rank(config: Config, layout: Layout, steps: int, samples: SampleSource) -> _RankRecord:
+    mesh = ParallelMesh()
+    if layout.world_size > 1:
+        mesh = ParallelMesh.create(layout.tp, layout.pp, mesh.device)
+    state = TrainingState.create(config, mesh)
+    batch = uneven_batch(config, mesh, 0, samples)
+    logits = _first_logits(state, batch)
+    forward_backward(state, batch)
+    gradients = _owned(state, {n: p.grad for n, p in state.parameters.items() if p.grad is not None})
+    reports = [
+        train_step(state, uneven_batch(config, mesh, step, samples), step) for step in range(steps)
+    ]
+    weights = _owned(state, dict(state.parameters.items()))
+    code_of = {id(layer.weight): layer.ternary().codes for layer in ternary_layers(state.stage)}
+    codes = _owned(
+        state, {n: code_of[id(p)] for n, p in state.parameters.items() if id(p) in code_of}
+    )
+    return _RankRecord(
+        logits,
+        gradients,
+        [report.loss for report in reports],
+        [report.grad_norm for report in reports],
+        weights,
+        codes,
+    )
+
+
+def _first_logits(state: TrainingState, batch: Batch) -> Tensor | None:
+    """This rank's columns of the first microbatch's logits; None where another rank has them."""
+    pp = state.mesh.pp
+    actions = make_schedule("forward_only", pp.size, 1)[pp.rank]
+    result = run_schedule(
+        actions, state.stage, batch.inputs[:1], lambda hidden, _: state.stage.logits(hidden), pp
+    )
+    if not result.outputs or state.mesh.dp.rank:
+        return None
+    return result.outputs[0].clone()
+
+
+def _owned(state: TrainingState, tensors: dict[str, Tensor]) -> _Owned:
+    if state.mesh.dp.rank:  # DP ranks hold the same
+        return {}
+    shards = {name: state.parameters[name].shard for name in tensors}
+    return {
+        name: (shards[name], shards[name].owned(tensor.detach()).clone())
+        for name, tensor in tensors.items()
+    }
+
+
+def _assemble(parts: Sequence[_Owned]) -> dict[str, Tensor]:
+    """Logical tensors from the parts that ranks own; each element must come exactly once."""
+    logical: dict[str, Tensor] = {}
+    seen: dict[str, int] = {}
+    for part in parts:
+        for name, (shard, tensor) in part.items():
+            whole = logical.setdefault(name, tensor.new_zeros(shard.shape))
+            span = shard.span
+            whole.narrow(shard.dim, span.owned_start, tensor.shape[shard.dim]).copy_(tensor)
+            seen[name] = seen.get(name, 0) + tensor.numel()
+    for name, whole in logical.items():
+        if seen[name] != whole.numel():
+            raise AssertionError(f"{name}: ranks own {seen[name]} of {whole.numel()} elements")
+    return logical
+
+
+def _relative_number(own: float, reference: float) -> float:
+    return abs(own - reference) / abs(reference)
+
+
+def _relative(own: Tensor, reference: Tensor) -> float:
+    own, reference = own.double(), reference.double()
+    return float((own - reference).abs().max() / reference.abs().max().clamp_min(1e-30))

@@ -1,0 +1,65 @@
+"""Packaging: two import packages, ``megabit`` (here) and ``megabit_kernels`` (in kernels/).
+
+``make setup`` installs this with ``constraints.txt``, which holds the exact releases; the ranges
+below are what the code needs.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """The version in ``megabit/__init__.py``, read as text: a build imports no part of megabit."""
+    source = (ROOT / "megabit" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+    if match is None:
+        raise RuntimeError('megabit/__init__.py has no line __version__ = "..."')
+    return match.group(1)
+
+
+setup(
+    name="megabit",
+    version=version(),
+    description="Train ternary language models (BitNet b1.58) in tensor, pipeline, data parallel",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[
+        *find_packages(".", include=["megabit", "megabit.*"]),
+        *find_packages("kernels", include=["megabit_kernels", "megabit_kernels.*"]),
+    ],
+    package_dir={
+        "megabit": "megabit",
+        "megabit_kernels": "kernels/megabit_kernels",
+    },
+    entry_points={"console_scripts": ["megabit = megabit.cli.main:main"]},
+    install_requires=[
+        "torch>=2.11",
+        # Where Triton publishes wheels; elsewhere the plain CPU path is the only one.
+        'triton; platform_system == "Linux" and platform_machine in "x86_64 aarch64"',
+        "einops",
+        "omegaconf>=2.4",  # Literal in structured configs
+        "PyYAML",
+        "numpy",
+        "tokenizers",
+        "safetensors",
+        "rich",
+        "typer",
+        "matplotlib",
+        "pyarrow",
+        "wandb",
+    ],
+    extras_require={
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+        ],
+    },
+)
