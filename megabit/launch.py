@@ -1,7 +1,7 @@
 """Run a function on several ranks of this host, as forked processes that talk over gloo.
 
-For ``megabit parity`` and for tests. Training jobs are started by torchrun instead, so that they can
-span hosts.
+For ``megabit parity`` and for tests. Training jobs are started by torchrun instead, so that they
+can span hosts.
 """
 
 import multiprocessing
@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 
 from megabit.mesh import process_group
-
 
 T = TypeVar("T")
 

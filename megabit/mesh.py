@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+AXES = ("pp", "dp", "tp")
+"""Slowest to fastest rank number."""
+
 
 @dataclass
 class Axis:
@@ -55,13 +58,13 @@ class ParallelMesh:
         """The mesh over the initialised process group; collective over the whole world."""
         world_size, rank = dist.get_world_size(), dist.get_rank()
         assert world_size % (tp * pp) == 0, "the configuration was not validated"
-        grid = init_device_mesh(
-            device.type, (pp, world_size // (tp * pp), tp), mesh_dim_names=("pp", "dp", "tp")
-        )
+        grid = init_device_mesh(device.type, (pp, world_size // (tp * pp), tp), mesh_dim_names=AXES)
 
         def axis(name: str) -> Axis:
-            size, own = grid.size(grid.mesh_dim_names.index(name)), grid.get_local_rank(name)
-            return Axis(name, size, own, grid.get_group(name) if size > 1 else None)
+            size = grid.size(AXES.index(name))
+            return Axis(
+                name, size, grid.get_local_rank(name), grid.get_group(name) if size > 1 else None
+            )
 
         world = Axis("world", world_size, rank, dist.group.WORLD if world_size > 1 else None)
         mesh = ParallelMesh(axis("tp"), axis("pp"), axis("dp"), world, device=device)
@@ -96,15 +99,23 @@ class ParallelMesh:
 
 
 @contextmanager
-def process_group(rank: int, world_size: int, device: torch.device, init_method: str = "env://",
-                  timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
+def process_group(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    init_method: str = "env://",
+    timeout: timedelta = timedelta(minutes=30),
+) -> Iterator[None]:
     """torch's default process group for the length of the block; none for a world of one."""
     if world_size == 1:
         yield
         return
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=init_method, rank=rank, world_size=world_size, timeout=timeout,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
     try:
         yield

@@ -1,10 +1,11 @@
 """The numerics of BitNet b1.58, once, in plain torch: what every layer, kernel and test refers to.
 
-Sources: "The Era of 1-bit LLMs" (arXiv 2402.17764), section 2, and Microsoft's Training Tips. A *code*
-is −1, 0 or +1; a weight's *scale* is γ; an activation's *scale* is s, one per token.
+Sources: "The Era of 1-bit LLMs" (arXiv 2402.17764), section 2, and Microsoft's Training Tips. A
+*code* is −1, 0 or +1; a weight's *scale* is γ; an activation's *scale* is s, one per token.
 
 - weight: γ = max(mean|W|, 1e-5) over the whole logical tensor; q = clamp(round(W/γ), −1, 1)
-- activation: s = max(max|x|, 1e-5)/127 over the whole hidden dimension; x_q = clamp(round(x/s), −128, 127)
+- activation: s = max(max|x|, 1e-5)/127 over the whole hidden dimension;
+  x_q = clamp(round(x/s), −128, 127)
 - product: acc = Σ_k x_q · q in int32, exact; y = acc · (s·γ), rounded once
 - backward (straight-through): dX = dY · (γ·q); dW = dYᵀ · (x_q·s); nothing flows to γ or s
 
@@ -62,8 +63,8 @@ def absmean_ternarize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def fake_quantized_linear(x: Tensor, weight: Tensor) -> Tensor:
     """The textbook BitLinear, quantize-dequantize with a straight-through estimator.
 
-    The reference for values and gradients: ``x [T, K]``, ``weight [N, K]`` → ``[T, N]``. Its sums are
-    floating-point, so it agrees with the integer path to rounding only.
+    The reference for values and gradients: ``x [T, K]``, ``weight [N, K]`` → ``[T, N]``. Its sums
+    are floating-point, so it agrees with the integer path to rounding only.
     """
     codes, w_scale = absmean_ternarize(weight.detach())
     x_scale = activation_scale(x.detach().abs().amax(-1, keepdim=True))

@@ -3,9 +3,9 @@
 Three kinds of sum, by what they promise:
 
 - **integer** sums are exact, so no order matters (``all_reduce`` and ``reduce_scatter`` of int32);
-- **block** sums (``sum_blocks``, ``gather_blocks``) are defined over fixed blocks of the axis that do
-  not depend on its degree: every rank gathers all blocks' values and adds them in block order, so
-  that the degree cannot change a bit;
+- **block** sums (``sum_blocks``, ``gather_blocks``) are defined over fixed blocks of the axis that
+  do not depend on its degree: every rank gathers all blocks' values and adds them in block order,
+  so that the degree cannot change a bit;
 - **plain** floating-point sums (``all_reduce``, ``reduce_scatter`` of floats) follow the back end's
   order. They occur in backward passes and over DP only, never in the forward pass of a ternary
   model. Layout-exact training is to give them a fixed order, here.

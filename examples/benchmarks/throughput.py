@@ -1,7 +1,7 @@
 """Training throughput on the CPU: dense and ternary layers at several layouts, one thread per rank.
 
-Prints tokens per second (median over steps) and the ratio to the dense model on one process, which is
-measured in the same run. Random tokens; the model is 4 layers × 256, vocabulary 4096, untied.
+Prints tokens per second (median over steps) and the ratio to the dense model on one process, which
+is measured in the same run. Random tokens; the model is 4 layers × 256, vocabulary 4096, untied.
 
     python examples/benchmarks/throughput.py [key=value …]
 """

@@ -1,8 +1,8 @@
 """The one place that chooses how an integer product is computed.
 
-Every way gives the same bits: ``|acc| ≤ 128 · K`` fits int32 and, up to K = 131,072, is also an exact
-fp32 integer (below 2^24) whatever the order of summation. So the choice is about time only, and the
-slowest way serves as the oracle of the others.
+Every way gives the same bits: ``|acc| ≤ 128 · K`` fits int32 and, up to K = 131,072, is also an
+exact fp32 integer (below 2^24) whatever the order of summation. So the choice is about time only,
+and the slowest way serves as the oracle of the others.
 """
 
 import torch

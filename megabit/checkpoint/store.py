@@ -4,8 +4,8 @@
     checkpoints/step_00000100/about.json    layout, step, config and whatever else the caller adds
     checkpoints/step_00000100/rank_00000.safetensors
 
-A checkpoint is written under a temporary name, synced, renamed, and only then called the latest, so a
-run that dies at any instant leaves the previous one in place. Nothing is unpickled.
+A checkpoint is written under a temporary name, synced, renamed, and only then called the latest, so
+a run that dies at any instant leaves the previous one in place. Nothing is unpickled.
 """
 
 import json

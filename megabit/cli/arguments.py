@@ -1,14 +1,15 @@
 """Arguments that several subcommands share."""
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 Settings = Annotated[
-    Optional[list[str]],
+    list[str] | None,
     typer.Argument(
         metavar="SETTINGS",
-        help="YAML files and key=value pairs, merged left to right; 'megabit config' lists all keys.",
+        help="YAML files and key=value pairs, merged from left to right; 'megabit config' lists "
+        "all keys.",
         show_default=False,
     ),
 ]

@@ -1,6 +1,6 @@
 """``megabit config``: print the resolved configuration."""
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -11,7 +11,7 @@ from megabit.config import load_config, to_yaml
 def show_config(
     settings: Settings = None,
     world_size: Annotated[
-        Optional[int], typer.Option(help="Also check the layout against this many ranks.", min=1)
+        int | None, typer.Option(help="Also check the layout against this many ranks.", min=1)
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Check only, print nothing.")

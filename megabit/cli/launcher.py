@@ -1,5 +1,5 @@
-"""Launching ranks: what the launcher (torchrun, or anything that sets the same variables) says about
-this process, and torchrun itself called as a library."""
+"""Launching ranks: what the launcher (torchrun, or anything that sets the same variables) says
+about this process, and torchrun itself called as a library."""
 
 import logging
 import os
@@ -48,8 +48,8 @@ def launched_rank() -> int:
 def run_under_torchrun(command: Sequence[str], nproc_per_node: int) -> int:
     """Run ``megabit command`` on so many ranks of this host; returns the exit code.
 
-    The same as ``torchrun --standalone --nproc-per-node N -m megabit …``, but ends without a traceback
-    of the launcher's own when a rank fails or Ctrl-C stops the job.
+    The same as ``torchrun --standalone --nproc-per-node N -m megabit …``, but ends without a
+    traceback of the launcher's own when a rank fails or Ctrl-C stops the job.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

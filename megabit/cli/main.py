@@ -13,12 +13,14 @@ from megabit.errors import RunError, UserError
 
 app = typer.Typer(
     name="megabit",
-    help="Train BitNet b1.58 (ternary) language models with tensor, pipeline and data parallelism.\n\n"
-    "Every command takes SETTINGS: YAML files and key=value pairs, merged from left to right.",
+    help=(
+        "Train BitNet b1.58 (ternary) language models with tensor, pipeline and data parallelism."
+        "\n\n"
+        "Every command takes SETTINGS: YAML files and key=value pairs, merged from left to right."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
 )
 app.command("train")(train.train)
 app.command("prepare")(prepare.prepare)

@@ -1,7 +1,7 @@
 """``megabit parity``: does the layout change the model?"""
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def parity(
     arguments: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Argument(
             metavar="SETTINGS... [--layouts LAYOUT...]",
             help="YAML files and key=value pairs; after --layouts, layouts such as tp=2,pp=2 "
@@ -23,7 +23,7 @@ def parity(
         ),
     ] = None,
     layouts: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             help="A layout to compare with one process; more may follow it.", show_default=False
         ),
@@ -32,15 +32,16 @@ def parity(
 ) -> None:
     """Run a configuration at several layouts and at one process, and print how they differ.
 
-    Uses the corpus in data.dir, or random tokens if there is none, with uneven loss masks. Exits with 1
-    if a difference exceeds the tolerance of the configured precision. Runs on this host's CPU.
+    Uses the corpus in data.dir, or random tokens if there is none, with uneven loss masks. Exits
+    with 1 if a difference exceeds the tolerance of the configured precision. Runs on this host's
+    CPU.
 
     Example: megabit parity examples/model/tiny.yaml --layouts tp=2 pp=2 dp=2 tp=2,pp=2
     """
     from megabit.training.parity import Layout, Tolerance, compare_layouts
 
-    # An option of Click takes one value; the layouts after the first arrive among the settings, whose
-    # keys all have a dot.
+    # An option of Click takes one value; the layouts after the first arrive among the settings,
+    # whose keys all have a dot.
     settings = [word for word in arguments or [] if not _is_layout(word)]
     words = [*(layouts or []), *(word for word in arguments or [] if _is_layout(word))]
     if not words:

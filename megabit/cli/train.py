@@ -2,7 +2,7 @@
 
 import sys
 from datetime import timedelta
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,11 +11,14 @@ from megabit.cli.launcher import Launch, run_under_torchrun
 from megabit.config import Config, load_config
 from megabit.errors import UserError
 
+if TYPE_CHECKING:
+    import torch
+
 
 def train(
     settings: Settings = None,
     nproc_per_node: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(help="Start so many ranks on this host, by torchrun's launcher.", min=1),
     ] = None,
 ) -> None:
@@ -39,7 +42,8 @@ def train(
     import torch
 
     if launch.local_rank == 0:
-        # Before the process group: other ranks wait for it in the rendezvous, however long it takes.
+        # Before the process group: other ranks wait for it in the rendezvous, however long it
+        # takes.
         _prepare(config, is_main=launch.rank == 0)
 
     from rich.console import Console

@@ -90,7 +90,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Normalized, rope: tuple[Tensor, Tensor], batch: int) -> Tensor:
         q, k, v = self.q_proj.forward_together([self.q_proj, self.k_proj, self.v_proj], *x)
-        q, k, v = (y.view(batch, -1, y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v))
+        q, k, v = (
+            y.view(batch, -1, y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v)
+        )
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.kv_of_query is not None:
             k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)

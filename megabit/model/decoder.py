@@ -1,8 +1,9 @@
 """The decoder, as the part of it that one pipeline stage holds.
 
-Pre-norm blocks with SubLN as in BitNet-2B4T (arXiv 2504.12285). Parameter names are those of Hugging
-Face's ``BitNetForCausalLM``, with the layer numbers of the whole model, whatever the stage. Tokens of
-a microbatch are flattened: ``T = B · S`` rows, of which a rank holds ``t`` between the layers.
+Pre-norm blocks with SubLN as in BitNet-2B4T (arXiv 2504.12285). Parameter names are those of
+Hugging Face's ``BitNetForCausalLM``, with the layer numbers of the whole model, whatever the stage.
+Tokens of a microbatch are flattened: ``T = B · S`` rows, of which a rank holds ``t`` between the
+layers.
 """
 
 import torch
@@ -52,7 +53,11 @@ class DecoderStage(nn.Module):
     """The layers of one stage, with the embedding on the first stage and the norm on the last."""
 
     def __init__(
-        self, model: ModelConfig, layout: StageLayout, rows: Span, max_length: int,
+        self,
+        model: ModelConfig,
+        layout: StageLayout,
+        rows: Span,
+        max_length: int,
         context: LayerContext,
     ) -> None:
         super().__init__()
@@ -106,7 +111,9 @@ class CausalLMStage(nn.Module):
         return batch * length // ranks, self.hidden_size
 
     def forward(self, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Args:
+        """Hidden states ``[t, H]`` after this stage's layers.
+
+        Args:
             tokens: int64 ``[B, S]``, read by the first stage; others take their shape only.
             hidden: ``[t, H]`` from the stage before; None on the first stage.
         """

@@ -29,9 +29,7 @@ def initialize(module: nn.Module, seed: int, std: float) -> None:
         parameter.copy_(rows.mul_(std))
 
 
-def logical_normal(
-    seed: int, name: str, shape: tuple[int, ...], start: int, stop: int
-) -> Tensor:
+def logical_normal(seed: int, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
     """Rows ``start:stop`` of the standard normal fp32 tensor that ``(seed, name)`` stands for."""
     chunks = []
     for chunk in range(start // ROWS_PER_CHUNK, (stop - 1) // ROWS_PER_CHUNK + 1):

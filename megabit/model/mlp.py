@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F

@@ -47,9 +47,7 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Normalized:
-        values, absmax = _RMSNorm.apply(
-            x, self.weight, self.eps, self.weight.shard.span, self.axis
-        )
+        values, absmax = _RMSNorm.apply(x, self.weight, self.eps, self.weight.shard.span, self.axis)
         return Normalized(values, absmax)
 
 

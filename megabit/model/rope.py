@@ -21,10 +21,8 @@ class RotaryEmbedding(nn.Module):
         self.sin: Tensor
 
     def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[length, 1, head_dim/2]`` in ``dtype``: once per forward, for all layers."""
-        return tuple(  # type: ignore[return-value]
-            table[:length, None].to(dtype) for table in (self.cos, self.sin)
-        )
+        """cos and sin ``[length, 1, head_dim/2]``, for all layers of a forward pass."""
+        return self.cos[:length, None].to(dtype), self.sin[:length, None].to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run a schedule on one stage: the place where a training step computes and talks to its neighbours.
+"""Run a schedule on one stage: where a training step computes and talks to its neighbours.
 
 For each microbatch, ``Forward`` keeps what was received and what was made of it until ``Backward``
 takes both; ``Exchange`` moves activations ``[t, H]`` up and their gradients down the pipeline. The
@@ -68,8 +68,8 @@ def run_schedule(
         tokens: int64 ``[m, B, S]``, the inputs of the m microbatches.
         finish: called on the last stage with its output ``[t, H]`` and the microbatch's number; in
             training it gives the loss, a scalar.
-        output_gradient: d(objective)/d(what ``finish`` gave), the same for all microbatches, such as
-            1 / target tokens of the whole step; needed where ``actions`` has a ``Backward``.
+        output_gradient: d(objective)/d(what ``finish`` gave), the same for all microbatches, such
+            as 1 / target tokens of the step; needed where ``actions`` has a ``Backward``.
         before_last_backward: called when the gradients of the coming backward pass will be final.
     """
     started = time.perf_counter()

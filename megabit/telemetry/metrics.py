@@ -1,4 +1,4 @@
-"""The metrics of a run, on its main rank: a line on the console, a JSON line in a file, W&B if asked.
+"""The metrics of a run: a line on the console, a JSON line in a file, and W&B if asked.
 
 ``metrics.jsonl`` has one object a line: ``{"step": …, "loss": …, …}`` for a log interval and
 ``{"step": …, "held_out_loss": …, "held_out_bits_per_byte": …}`` for an evaluation.

@@ -2,9 +2,10 @@
 
 Data's way forward: activations are quantized per token → int8 and one scale per token are gathered
 (column, under sequence parallelism) → integer product → integers are summed over TP (row) → one
-rounding to the output dtype. Every statistic belongs to the logical tensor and integer sums are exact,
-so the TP degree does not change a bit. Backward is straight-through (``numerics``): both products
-take dequantized operands, and only dX of a column layer is summed over TP in floating point.
+rounding to the output dtype. Every statistic belongs to the logical tensor and integer sums are
+exact, so the TP degree does not change a bit. Backward is straight-through (``numerics``): both
+products take dequantized operands, and only dX of a column layer is summed over TP in floating
+point.
 
 A layer keeps its latent weight as a parameter and, beside it, the codes and scale derived from it.
 They are derived again when the parameter has changed: by the trainer for all layers at once
@@ -42,7 +43,6 @@ class TernaryLayer(nn.Module):
     """The part that column and row layers share: the cached codes of ``self.weight``."""
 
     context: LayerContext
-    _ternary: TernaryWeight | None = None
     weight: ShardedParameter
     _ternary: TernaryWeight | None = None
     _ternary_source: tuple[int, int] | None = None
@@ -82,7 +82,8 @@ class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
         """``x [T, k]`` → ``y [t, N]``.
 
         Args:
-            absmax: ``[T, 1]``, max|x| of each token over **all** K columns, where the caller knows it
+            absmax: ``[T, 1]``, max|x| of each token over **all** K columns, where the caller knows
+            it
                 (the norm before the layer does); else it is reduced over TP here.
         """
         if absmax is None:
@@ -110,8 +111,8 @@ class BitLinear(ColumnParallelBitLinear):
 def ternarize_layers(layers: Sequence[TernaryLayer], tp: Axis) -> None:
     """Derive codes and scales of ``layers`` from their weights, with one exchange over TP.
 
-    Σ|W| is taken in fp64 for each block of the split dimension and added in block order, so γ has the
-    same bits at every TP. Each block is counted by the one rank that owns it.
+    Σ|W| is taken in fp64 for each block of the split dimension and added in block order, so γ has
+    the same bits at every TP. Each block is counted by the one rank that owns it.
     """
     if not layers:
         return
@@ -240,9 +241,7 @@ def _input_gradient(grad: Tensor, w: TernaryWeight, dtype: torch.dtype) -> Tenso
     return product.to(numerics.stats_dtype(grad.dtype)).mul_(w.scale)
 
 
-def _weight_gradient(
-    grad: Tensor, x_q: Tensor, scale: Tensor, context: LayerContext
-) -> Tensor:
+def _weight_gradient(grad: Tensor, x_q: Tensor, scale: Tensor, context: LayerContext) -> Tensor:
     """dW = (dY · s)ᵀ · x_q, in the master dtype; int8 values are exact in bf16."""
     scaled = (grad * scale).to(x_q.dtype)
     return torch.mm(scaled.t(), x_q).to(context.master_dtype)

@@ -21,8 +21,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, rows: Span, tp
         rows: which part of the vocabulary the columns are.
 
     Returns:
-        ``[T]`` in fp32 (fp64 for fp64 logits), on every rank. Sends a maximum and one sum per block of
-        the vocabulary for each token over TP; backward sends nothing.
+        ``[T]`` in fp32 (fp64 for fp64 logits), on every rank. Sends a maximum and one sum per block
+        of the vocabulary for each token over TP; backward sends nothing.
     """
     return _VocabParallelCrossEntropy.apply(logits, targets, rows, tp)
 

@@ -1,11 +1,12 @@
-"""Linear layers split over tensor-parallel ranks: by output rows (column) or by input columns (row).
+"""Linear layers split over tensor-parallel ranks, by output features or by input features.
 
 A *column*-parallel layer takes what every rank has (under sequence parallelism: its own tokens) and
 gives each rank some of the output features; a *row*-parallel layer takes those and gives every rank
 the sum. Names follow Megatron, where the weight matrix is thought of as transposed.
 
-Shapes: ``T`` tokens of a microbatch, ``t`` tokens this rank holds outside the layers (T, or T/tp under
-sequence parallelism), ``K``/``N`` logical in/out features, ``k``/``n`` this rank's part of them.
+Shapes: ``T`` tokens of a microbatch, ``t`` tokens this rank holds outside the layers (T, or T/tp
+under sequence parallelism), ``K``/``N`` logical in/out features, ``k``/``n`` this rank's part of
+them.
 """
 
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """``y = Σ_ranks x Wᵀ`` with this rank's columns of ``W [N, K]``: ``x [T, k]`` → ``y [t, N]``."""
+    """``y = Σ_ranks x Wᵀ`` with this rank's columns of ``W [N, K]``: ``[T, k]`` → ``[t, N]``."""
 
     def __init__(self, columns: Span, out_features: int, context: LayerContext) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Autograd mappings between replicated and tensor-parallel regions, under Megatron's names.
 
-Each is an identity or a collective over TP forward, and its transpose backward. Tensors are ``[T, …]``:
-sequence parallelism splits the ``T`` tokens of a microbatch, contiguously, over the TP ranks.
+Each is an identity or a collective over TP forward, and its transpose backward. Tensors are ``[T,
+…]``: sequence parallelism splits the ``T`` tokens of a microbatch, contiguously, over the TP ranks.
 """
 
 from typing import Any

@@ -22,8 +22,9 @@ class Shard:
     dim: int
     span: Span
     grad_is_partial: bool = False
-    """Whether a rank's gradient is one term of a sum over TP: replicated weights that each rank used
-    on its own tokens (norm gains under sequence parallelism) or its own heads (shared KV heads)."""
+    """Whether a rank's gradient is one term of a sum over TP: replicated weights that each rank
+    used on its own tokens (norm gains under sequence parallelism) or its own heads (shared KV
+    heads)."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -63,8 +64,9 @@ def sharded_parameters(module: nn.Module) -> dict[str, ShardedParameter]:
 def sum_partial_gradients(parameters: Iterable[ShardedParameter], tp: Axis) -> None:
     """Complete, in place, the gradients of which every TP rank holds one term.
 
-    One all-reduce over TP for all of them. Each rank adds its terms into zeros of the logical shape,
-    so that ranks which hold different but overlapping rows (shared KV heads) meet in the right place.
+    One all-reduce over TP for all of them. Each rank adds its terms into zeros of the logical
+    shape, so that ranks which hold different but overlapping rows (shared KV heads) meet in the
+    right place.
     """
     partial = [p for p in parameters if p.shard.grad_is_partial and p.grad is not None]
     if tp.size == 1 or not partial:

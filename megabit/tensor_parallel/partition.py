@@ -2,12 +2,14 @@
 
 Every tensor-parallel dimension (heads, feed-forward columns, vocabulary rows) is cut into as many
 blocks as the model has attention heads, whatever the TP degree. So each TP that divides the heads
-gives every rank the same number of whole blocks, and sums taken block by block have the same bits at
-every degree. Blocks need not be equally wide: 6912 columns in 20 blocks are 344 or 348 wide each.
+gives every rank the same number of whole blocks, and sums taken block by block have the same bits
+at every degree. Blocks need not be equally wide: 6912 columns in 20 blocks are 344 or 348 wide
+each.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -76,7 +78,7 @@ class BlockPartition:
     def blocks(self, first: int, last: int) -> Span:
         """The span of blocks ``first`` to ``last`` (exclusive), owned whole."""
         edges = [self.edge(block) for block in range(first, last + 1)]
-        widths = tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+        widths = tuple(b - a for a, b in pairwise(edges))
         start, stop = edges[0], edges[-1]
         return Span(self.size, self.num_blocks, start, stop, start, stop, first, widths)
 
@@ -98,8 +100,8 @@ def reduce_blocks(
 ) -> Tensor:
     """Reduce each block of the last dimension: ``[…, Σ widths]`` → ``[…, len(widths)]``.
 
-    ``reduction`` maps ``[…, w]`` to ``[…]``. A block's result depends on the block alone, not on how
-    many blocks there are beside it.
+    ``reduction`` maps ``[…, w]`` to ``[…]``. A block's result depends on the block alone, not on
+    how many blocks there are beside it.
     """
     if len(set(widths)) == 1:
         return reduction(x.unflatten(-1, (len(widths), widths[0])))

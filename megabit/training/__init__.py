@@ -1,1 +1,1 @@
-"""Training: one step (``step``), the loop around it (``trainer``), and what is made of the result."""
+"""Training: one step (``step``), the loop around it (``trainer``), and the result for people."""

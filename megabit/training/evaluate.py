@@ -55,4 +55,3 @@ def evaluate(
         num_tokens += count_targets(batch, mesh)
     loss = loss_sum / num_tokens
     return Evaluation(loss, num_tokens, bits_per_byte(loss, split))
-

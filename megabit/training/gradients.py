@@ -1,4 +1,4 @@
-"""From each rank's gradients to the ones that the optimizer uses: complete, measured and clipped."""
+"""From each rank's gradients to those that the optimizer uses: complete, measured, clipped."""
 
 from collections.abc import Collection
 

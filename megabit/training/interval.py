@@ -57,8 +57,6 @@ class Interval:
             lr=self._reports[-1].lr,
             tokens_per_s=tokens / self._seconds,
             zero_fraction=zeros / codes if codes else 0.0,
-            sent_mb={
-                axis: total / count / MB for axis, total in zip(sent, all_sent, strict=True)
-            },
+            sent_mb={axis: total / count / MB for axis, total in zip(sent, all_sent, strict=True)},
             bubble=wait_s / pipeline_s,
         )

@@ -16,8 +16,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices and none on norm gains.
 
-    NVIDIA apex's FusedAdam where it is installed and the parameters are on a GPU, else torch's fused
-    AdamW. Both decouple the decay and correct the bias, and keep ``exp_avg`` and ``exp_avg_sq``.
+    NVIDIA apex's FusedAdam where it is installed and the parameters are on a GPU, else torch's
+    fused AdamW. Both decouple the decay and correct the bias, and keep ``exp_avg`` and
+    ``exp_avg_sq``.
     """
     parameters = list(parameters)
     groups = [

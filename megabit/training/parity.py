@@ -1,9 +1,9 @@
 """Is the layout part of the model? Run the same training at several layouts and compare.
 
 Each layout runs for a few steps in real ranks on this host (gloo, one thread each): the same
-initialisation, samples, masks and recipe. What the ranks hold is put together again by logical tensor
-and compared with one process. The masks are uneven on purpose, so that microbatches and DP ranks have
-different numbers of target tokens.
+initialisation, samples, masks and recipe. What the ranks hold is put together again by logical
+tensor and compared with one process. The masks are uneven on purpose, so that microbatches and DP
+ranks have different numbers of target tokens.
 """
 
 import dataclasses
@@ -58,17 +58,19 @@ class Layout:
     @staticmethod
     def parse(text: str) -> "Layout":
         """From ``tp=2,pp=2``; also ``sp`` for sequence parallelism."""
-        values: dict[str, int] = {}
+        degrees = {"tp": 1, "pp": 1, "dp": 1}
         sequence_parallel = False
         for part in text.split(","):
             key, _, value = part.partition("=")
             if part == "sp":
                 sequence_parallel = True
-            elif key in ("tp", "pp", "dp") and value.isdigit() and int(value) > 0:
-                values[key] = int(value)
+            elif key in degrees and value.isdigit() and int(value) > 0:
+                degrees[key] = int(value)
             else:
-                raise UserError(f"layout {text!r}: cannot read {part!r}; write it like tp=2,pp=2,sp")
-        return Layout(**values, sequence_parallel=sequence_parallel)
+                raise UserError(
+                    f"layout {text!r}: cannot read {part!r}; write it like tp=2,pp=2,sp"
+                )
+        return Layout(degrees["tp"], degrees["pp"], degrees["dp"], sequence_parallel)
 
     def apply(self, config: Config) -> Config:
         """``config`` at this layout.
@@ -81,7 +83,7 @@ class Layout:
             tp=self.tp,
             pp=self.pp,
             sequence_parallel=self.sequence_parallel,
-            layers_per_stage=self.layers_per_stage and list(self.layers_per_stage),
+            layers_per_stage=None if self.layers_per_stage is None else [*self.layers_per_stage],
         )
         config = dataclasses.replace(config, parallel=parallel)
         problems = find_problems(config, self.world_size)
@@ -134,9 +136,10 @@ class Difference:
 class Tolerance:
     """How far a layout may be from one process.
 
-    The first step differs by the order of floating-point sums only. Then small differences grow: AdamW
-    divides a gradient by its own size, so where it is near zero a rounding difference moves a weight by
-    up to the learning rate, and a weight or activation near a rounding boundary takes another code.
+    The first step differs by the order of floating-point sums only. Then small differences grow:
+    AdamW divides a gradient by its own size, so where it is near zero a rounding difference moves a
+    weight by up to the learning rate, and a weight or activation near a rounding boundary takes
+    another code.
     """
 
     first_step: float
@@ -238,7 +241,7 @@ def compare(layout: Layout, own: Record, reference: Record) -> Difference:
 
 
 def uneven_batch(config: Config, mesh: ParallelMesh, step: int, samples: SampleSource) -> Batch:
-    """This rank's part of step ``step``, with a different share of targets masked in each sample."""
+    """This rank's part of step ``step``, with another share of masked targets in each sample."""
     size, micro = config.train.global_batch_size, config.train.micro_batch_size
     per_rank = size // mesh.dp.size
     first = step * size + mesh.dp.rank * per_rank
@@ -280,7 +283,9 @@ def _run_rank(config: Config, layout: Layout, steps: int, samples: SampleSource)
     batch = uneven_batch(config, mesh, 0, samples)
     logits = _first_logits(state, batch)
     forward_backward(state, batch)
-    gradients = _owned(state, {n: p.grad for n, p in state.parameters.items() if p.grad is not None})
+    gradients = _owned(
+        state, {n: p.grad for n, p in state.parameters.items() if p.grad is not None}
+    )
     reports = [
         train_step(state, uneven_batch(config, mesh, step, samples), step) for step in range(steps)
     ]

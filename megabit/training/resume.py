@@ -13,7 +13,8 @@ from megabit.training.step import TrainingState
 def save(state: TrainingState, store: CheckpointStore, step: int, corpus_fingerprint: str) -> None:
     """Write weights, moments and position after ``step`` steps; collective over the mesh.
 
-    Codes and scales are derived from the weights, and the data order from the step: neither is saved.
+    Codes and scales are derived from the weights, and the data order from the step: neither is
+    saved.
     """
     about = {"config": config_identity(state), "corpus": corpus_fingerprint}
     group_steps = [group["step"] for group in state.optimizer.param_groups if "step" in group]

@@ -3,6 +3,8 @@
 Every token is one forward pass over a window of fixed shape; there is no cache of keys and values.
 """
 
+from functools import partial
+
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -42,12 +44,12 @@ def sample_text(
     for _ in range(num_tokens):
         seen = ids[-window:]
         tokens = torch.tensor(seen + [0] * (window - len(seen)), device=mesh.device)
-        position = len(seen) - 1  # attention is causal: what pads the end is not looked at
+        # Attention is causal, so what pads the end is not looked at.
         result = run_schedule(
             actions,
             stage,
             tokens.view(1, 1, window),
-            lambda hidden, _, position=position: _whole_vocabulary(stage, hidden, position),
+            partial(_logits_at, stage, len(seen) - 1),
             mesh.pp,
         )
         token = torch.zeros(1, dtype=torch.int64, device=mesh.device)
@@ -58,7 +60,7 @@ def sample_text(
     return tokenizer.decode(ids)
 
 
-def _whole_vocabulary(stage: CausalLMStage, hidden: Tensor, position: int) -> Tensor:
+def _logits_at(stage: CausalLMStage, position: int, hidden: Tensor, microbatch: int) -> Tensor:
     """Logits ``[V]`` at one position, gathered over TP."""
     own = stage.logits(hidden)[position]
     rows, tp = stage.vocab_rows, stage.context.tp

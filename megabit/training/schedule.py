@@ -1,8 +1,8 @@
 """The two-stage schedule of learning rate and weight decay (BitNet Training Tips, section 3).
 
-Both stages decay linearly to the same floor along lines over the *whole* run; at the switch the rate
-drops from the line of the first peak to that of the second, and weight decay changes with it. So the
-second peak is virtual: it is never the rate itself, unless the switch is at the start.
+Both stages decay linearly to the same floor along lines over the *whole* run; at the switch the
+rate drops from the line of the first peak to that of the second, and weight decay changes with it.
+So the second peak is virtual: it is never the rate itself, unless the switch is at the start.
 """
 
 from dataclasses import dataclass

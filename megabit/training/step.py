@@ -1,7 +1,7 @@
 """One optimizer step, top to bottom.
 
-count target tokens → run the pipeline schedule (forward, backward; DP reduction of gradients starts in
-its last backward) → complete, measure and clip gradients → AdamW → codes and scales of the new
+count target tokens → run the pipeline schedule (forward, backward; DP reduction of gradients starts
+in its last backward) → complete, measure and clip gradients → AdamW → codes and scales of the new
 weights. Everything a rank needs for it is a ``TrainingState``.
 """
 
@@ -113,8 +113,8 @@ def forward_backward(state: TrainingState, batch: Batch) -> tuple[Tensor, int, f
     """Gradients of the mean loss over the global batch, complete, in ``state.gradients``.
 
     Returns the loss sum (fp64, over all ranks), the target tokens of the step, and the seconds that
-    the schedule took and waited. The loss is a sum divided by the *global* token count, so it does not
-    matter how tokens are spread over microbatches and ranks.
+    the schedule took and waited. The loss is a sum divided by the *global* token count, so it does
+    not matter how tokens are spread over microbatches and ranks.
     """
     mesh, stage = state.mesh, state.stage
     batch = batch.to(mesh.device)
@@ -152,8 +152,6 @@ def sum_over_stages(losses: list[Tensor], mesh: ParallelMesh) -> Tensor:
     return all_reduce(all_reduce(total, mesh.pp), mesh.dp)
 
 
-def microbatch_loss(
-    stage: CausalLMStage, batch: Batch, hidden: Tensor, microbatch: int
-) -> Tensor:
+def microbatch_loss(stage: CausalLMStage, batch: Batch, hidden: Tensor, microbatch: int) -> Tensor:
     """Loss sum of one microbatch on the last stage."""
     return stage.loss(hidden, batch.targets[microbatch], batch.mask[microbatch])

@@ -62,8 +62,8 @@ class RunFiles:
 def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
     """Train to ``train.steps``, then evaluate, sample and draw. Collective over the mesh.
 
-    The corpus in ``data.dir`` must be prepared. Returns False if a signal stopped the run early (its
-    checkpoint is then written).
+    The corpus in ``data.dir`` must be prepared. Returns False if a signal stopped the run early
+    (its checkpoint is then written).
 
     Args:
         console: where the main rank speaks; quiet on the others.
@@ -75,7 +75,12 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
     corpus = open_corpus(config, mesh)
     sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
     end_of_text = corpus.load_tokenizer().token_to_id(END_OF_TEXT)
-    windows = HeldOutWindows(corpus.open_held_out(), config.data.seq_length, end_of_text)
+    assert end_of_text is not None, "load_tokenizer has checked it"
+    windows = HeldOutWindows(
+        corpus.open_held_out(),
+        config.data.seq_length,
+        end_of_text,
+    )
     files = RunFiles(Path(config.run.dir))
     store = CheckpointStore(files.checkpoints, mesh)
     checkpoint = store.latest()
@@ -127,9 +132,7 @@ def open_corpus(config: Config, mesh: ParallelMesh) -> CorpusInfo:
     return corpus
 
 
-def describe(
-    config: Config, mesh: ParallelMesh, corpus: CorpusInfo, first_step: int
-) -> list[str]:
+def describe(config: Config, mesh: ParallelMesh, corpus: CorpusInfo, first_step: int) -> list[str]:
     """What is about to be trained, on what, at which layout."""
     model, parallel = config.model, config.parallel
     lines = [
