@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,9 @@ import torch
 from megabit.mesh import process_group
 
 T = TypeVar("T")
+
+CAUSE_S = 0.3
+"""How long to listen for what made a rank fail: another one that died or failed before it."""
 
 
 class RankError(RuntimeError):
@@ -60,17 +64,23 @@ def run_ranks(function: Callable[[], T], world_size: int, timeout_s: float = 300
 
 def _collect(readers: dict[Connection, int], world_size: int) -> list[Any]:
     results: dict[int, Any] = {}
-    while readers:
-        for reader in wait(list(readers)):
+    failures: list[tuple[float, str]] = []
+    # Ranks that lose a peer fail as well, so the first failure heard of need not be the cause.
+    while ready := wait(list(readers), timeout=CAUSE_S if failures else None):
+        for reader in ready:
             assert isinstance(reader, Connection)
             rank = readers.pop(reader)
             try:
-                ok, value = pickle.loads(reader.recv_bytes())
-            except EOFError:
-                raise RankError(f"rank {rank} died without a word") from None
-            if not ok:
-                raise RankError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
+                ended_at, ok, value = pickle.loads(reader.recv_bytes())
+            except (EOFError, OSError):
+                failures.append((0, f"rank {rank} died without a word"))
+                continue
+            if ok:
+                results[rank] = value
+            else:
+                failures.append((ended_at, f"rank {rank} failed:\n{value}"))
+    if failures:
+        raise RankError(min(failures)[1])
     return [results[rank] for rank in range(world_size)]
 
 
@@ -88,7 +98,11 @@ def _rank_main(
         with process_group(
             rank, world_size, torch.device("cpu"), init_method, timedelta(seconds=timeout_s)
         ):
-            _send(writer, True, function())
+            try:
+                _send(writer, True, function())
+            except BaseException:
+                # Before the group closes, which makes other ranks fail.
+                _send(writer, False, traceback.format_exc())
     except BaseException:
         _send(writer, False, traceback.format_exc())
     finally:
@@ -99,4 +113,4 @@ def _rank_main(
 
 def _send(writer: Connection, ok: bool, value: Any) -> None:
     # Not writer.send(): torch would share the memory of tensors, which ends with this process.
-    writer.send_bytes(pickle.dumps((ok, value)))
+    writer.send_bytes(pickle.dumps((time.monotonic(), ok, value)))

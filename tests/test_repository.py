@@ -200,7 +200,7 @@ def test_every_part_in_the_order_exists() -> None:
     [
         ("megabit/model/x.py", "from megabit.tensor_parallel import y", None),
         ("megabit/model/x.py", "from megabit import __version__, numerics", None),
-        ("megabit/model/x.py", "from megabit.pipeline.z import y", "model imports"),
+        ("megabit/model/x.py", "from megabit.training.z import y", "model imports"),
         ("megabit/mesh.py", "def f():\n    import megabit.reduce", "mesh imports"),
         ("megabit/numerics.py", "from megabit import mesh", "numerics imports"),
         (

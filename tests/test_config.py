@@ -1,0 +1,429 @@
+"""Configuration: what is wrong is named, all of it at once; what is right comes through unchanged."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megabit.config import (
+    Config,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    find_problems,
+    load_config,
+    to_yaml,
+)
+from megabit.errors import UserError
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+YAML_FILES = sorted(EXAMPLES.rglob("*.yaml"))
+
+
+def problems_of(*arguments: str | Path, world_size: int | None = None) -> tuple[str, ...]:
+    with pytest.raises(UserError) as caught:
+        load_config([str(argument) for argument in arguments], world_size)
+    for problem in caught.value.problems:
+        assert "\n" not in problem
+    return caught.value.problems
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# Composition
+
+
+def test_defaults_are_a_valid_configuration() -> None:
+    assert load_config([]) == Config()
+    assert find_problems(Config(), world_size=1) == []
+
+
+def test_later_arguments_win(tmp_path: Path) -> None:
+    one = written(tmp_path / "one.yaml", "train: {steps: 1, seed: 1}\nmodel: {hidden_size: 64}\n")
+    two = written(tmp_path / "two.yaml", "train: {steps: 2}\n")
+    config = load_config([str(one), str(two)])
+    assert (config.train.steps, config.train.seed, config.model.hidden_size) == (2, 1, 64)
+    assert load_config([str(two), str(one)]).train.steps == 1
+    assert load_config(["train.steps=3", str(one)]).train.steps == 1
+    assert load_config([str(one), "train.steps=3", str(two), "train.steps=4"]).train.steps == 4
+
+
+def test_a_list_is_replaced_not_merged(tmp_path: Path) -> None:
+    stages = written(tmp_path / "a.yaml", "parallel: {pp: 3, layers_per_stage: [2, 1, 1]}\n")
+    config = load_config([str(stages), "parallel.pp=2", "parallel.layers_per_stage=[1,3]"])
+    assert config.parallel.layers_per_stage == [1, 3]
+    config = load_config([str(stages), "parallel.layers_per_stage=null"])
+    assert config.parallel.layers_per_stage is None
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "0.001", ".001", "1E-03"])
+def test_ways_to_write_a_float(tmp_path: Path, text: str) -> None:
+    """PyYAML by itself reads 1e-3 as text."""
+    path = written(tmp_path / "lr.yaml", f"optim: {{eps: {text}, lr: [{text}, {text}]}}\n")
+    for config in (load_config([str(path)]), load_config([f"optim.eps={text}"])):
+        assert config.optim.eps == 1e-3
+    assert load_config([str(path)]).optim.lr == [1e-3, 1e-3]
+    assert load_config([f"optim.lr=[{text},{text}]"]).optim.lr == [1e-3, 1e-3]
+
+
+def test_values_from_the_command_line() -> None:
+    config = load_config(
+        [
+            "run.dir=runs/a=b",
+            "run.sample_prompt=To be, or",
+            "data.text=null",
+            "model.rope_theta=500000",
+            "model.tie_word_embeddings=false",
+        ]
+    )
+    assert config.run.dir == "runs/a=b"
+    assert config.run.sample_prompt == "To be, or"
+    assert config.data.text is None
+    assert config.model.rope_theta == 500_000.0
+    assert config.model.tie_word_embeddings is False
+
+
+def test_text_that_yaml_would_read_as_a_mapping() -> None:
+    assert load_config(["run.sample_prompt=JULIET:"]).run.sample_prompt == "JULIET:"
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    for text in ("# only a comment\n", "{}\n", "model: {}\n"):
+        assert load_config([str(written(tmp_path / "empty.yaml", text))]) == Config()
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    config = Config(
+        model=ModelConfig(hidden_size=80, num_attention_heads=20, num_key_value_heads=5),
+        parallel=ParallelConfig(tp=5, pp=2, layers_per_stage=[1, 3], bucket_mb=0.1),
+        optim=OptimConfig(lr=[1e-3, 1e-4 / 3], eps=1e-300, min_lr=1e-5),
+    )
+    for tree in (Config(), config):
+        path = written(tmp_path / "resolved.yaml", to_yaml(tree))
+        assert load_config([str(path)]) == tree
+
+
+def test_the_tree_is_frozen() -> None:
+    config = load_config(["parallel.pp=2"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.parallel.pp = 1  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model = ModelConfig()  # type: ignore[misc]
+    assert type(config.optim.lr) is list  # plain values, nothing of OmegaConf's
+
+
+def test_the_configuration_does_not_import_torch() -> None:
+    """So that ``megabit config`` and ``--help`` answer at once."""
+    code = "import sys, megabit.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# Settings that are refused one by one
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("model.hiden_size=8", "model.hiden_size: unknown key 'hiden_size'; did you mean 'hidden_"),
+        ("modle.hidden_size=8", "modle.hidden_size: unknown key 'modle'; did you mean 'model'?"),
+        ("steps=8", "steps: unknown key 'steps'; known: data, model, optim, parallel, precision,"),
+        ("train.steps.x=1", "train.steps: is a value and has no key 'x'"),
+        ("optim.lr.0=1", "optim.lr: is a value and has no key '0'"),
+        ("model=3", "model: is a section; set its keys, such as model.vocab_size"),
+        ("model=null", "model: is a section; set its keys, such as model.vocab_size"),
+        ("train.steps=many", "train.steps: Value 'many' of type 'str' could not be converted to"),
+        ("train.steps=2.5", "train.steps: Value '2.5' of type 'float' could not be converted to"),
+        ("train.steps=true", "train.steps: Value 'True' of type 'bool' could not be converted"),
+        ("train.steps=", "train.steps: field 'train.steps' is not Optional"),
+        ("optim.lr=1e-3", "optim.lr: Invalid value assigned: float is not a ListConfig"),
+        ("optim.lr=[a,b]", "optim.lr: Value 'a' of type 'str' could not be converted to Float"),
+        ("model.linear=dens", "model.linear: Invalid value 'dens', expected one of ['ternary', "),
+        ("run.dir={", "run.dir: cannot read the value '{'"),
+        ("run.dir=${", "run.dir: cannot read the value '${'"),
+    ],
+)
+def test_a_wrong_setting(tmp_path: Path, setting: str, problem: str) -> None:
+    (found,) = problems_of(setting)
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("model: [1\n", "not valid YAML at line 2"),
+        ("model:\n\thidden_size: 1", "not valid YAML at line 2"),
+        ("- 1\n", "must hold settings such as 'model:', not [1]"),
+        ("just text", "must hold settings such as 'model:', not 'just text'"),
+        ("a: 1\n---\nb: 2\n", "not valid YAML at line 2"),
+        ("a: !!python/object:os.system x\n", "not valid YAML at line 1"),
+        ("train:\n  steps: 1\n  steps: 2\n", "not valid YAML at line 3"),
+        ("run: {dir: '${'}", "run.dir: "),
+        ("run: {dir: '${nothing.here}'}", "run.dir: "),
+        ("model: 3", "model: is a section; set its keys, such as model.vocab_size"),
+        ("train: {steps: [1]}", "train.steps: Value '[1]' of type 'list' could not"),
+    ],
+)
+def test_a_wrong_file(tmp_path: Path, text: str, problem: str) -> None:
+    path = written(tmp_path / "wrong.yaml", text)
+    (found,) = problems_of(path)
+    assert found.startswith(f"{path}: {problem}")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    missing, folder, binary_problem, word = problems_of(
+        tmp_path / "none.yaml", tmp_path, binary, "steps"
+    )
+    assert missing.startswith(f"{tmp_path / 'none.yaml'}: cannot read it (No such file")
+    assert folder.startswith(f"{tmp_path}: cannot read it (Is a directory)")
+    assert binary_problem.startswith(f"{binary}: cannot read it (not UTF-8 text)")
+    assert word.endswith("give a YAML file or key=value")
+
+
+def test_all_problems_are_listed_with_their_file(tmp_path: Path) -> None:
+    one = written(tmp_path / "one.yaml", "model: {hiden_size: 8}\ntrain: {steps: many, seed: 5}\n")
+    two = written(tmp_path / "two.yaml", "parallel: {tq: 2}\n")
+    problems = problems_of(one, "optim.lr=3", tmp_path / "none.yaml", two)
+    starts = (
+        f"{one}: model.hiden_size: ",
+        f"{one}: train.steps: ",
+        "optim.lr: ",
+        f"{tmp_path / 'none.yaml'}: cannot read it",
+        f"{two}: parallel.tq: ",
+    )
+    assert len(problems) == len(starts)
+    for problem, start in zip(problems, starts, strict=True):
+        assert problem.startswith(start)
+
+
+# Settings that do not go together
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.vocab_size",
+        "model.hidden_size",
+        "model.intermediate_size",
+        "model.num_hidden_layers",
+        "model.num_attention_heads",
+        "model.num_key_value_heads",
+        "model.rms_norm_eps",
+        "model.rope_theta",
+        "model.initializer_range",
+        "parallel.tp",
+        "parallel.pp",
+        "parallel.bucket_mb",
+        "data.seq_length",
+        "data.prefetch",
+        "train.steps",
+        "train.global_batch_size",
+        "train.micro_batch_size",
+        "train.log_interval",
+        "train.eval_samples",
+    ],
+)
+def test_what_must_be_positive(key: str) -> None:
+    for value in (0, -1):
+        (problem,) = problems_of(f"{key}={value}")
+        assert problem.startswith(f"{key}: must be greater than 0, not {value}")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "train.seed",
+        "train.eval_interval",
+        "train.save_interval",
+        "optim.warmup_steps",
+        "optim.clip_grad_norm",
+        "run.sample_tokens",
+    ],
+)
+def test_what_must_not_be_negative(key: str) -> None:
+    (problem,) = problems_of(f"{key}=-1")
+    assert problem.startswith(f"{key}: must be 0 or more, not -1")
+    load_config([f"{key}=0"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "problem"),
+    [
+        (
+            "model.hidden_size=258",
+            None,
+            "model.hidden_size: 258 is not a multiple of model.num_attention_heads=4",
+        ),
+        ("model.hidden_size=24", None, "model.hidden_size: the head size 24/4 = 6 must be a mult"),
+        (
+            "model.num_key_value_heads=3",
+            None,
+            "model.num_key_value_heads: 3 does not divide model.num_attention_heads=4; "
+            "use one of 1, 2, 4",
+        ),
+        (
+            "model.intermediate_size=131076",
+            None,
+            "model: a ternary layer's input may be at most 131072 wide to be exact, not 131076",
+        ),
+        (
+            "parallel.tp=3",
+            None,
+            "parallel.tp: 3 does not divide model.num_attention_heads=4; use one of 1, 2, 4",
+        ),
+        (
+            "model.intermediate_size=12",
+            None,
+            "model.intermediate_size: must be at least 4 · model.num_attention_heads = 16, not 12",
+        ),
+        (
+            "model.vocab_size=15",
+            None,
+            "model.vocab_size: must be at least 4 · model.num_attention_heads = 16, not 15",
+        ),
+        (
+            "parallel.sequence_parallel=true",
+            None,
+            "parallel.sequence_parallel: has no effect at parallel.tp=1; set it to false",
+        ),
+        (
+            "parallel.sequence_parallel=true parallel.tp=4 data.seq_length=7 train.micro_batch_size=2",
+            None,
+            "parallel.sequence_parallel: parallel.tp=4 does not divide the 14 tokens",
+        ),
+        (
+            "parallel.pp=5",
+            None,
+            "parallel.pp: 5 stages for model.num_hidden_layers=4; use at most 4",
+        ),
+        (
+            "parallel.layers_per_stage=[2,2]",
+            None,
+            "parallel.layers_per_stage: has 2 entries, must have one for each of the parallel.pp=1",
+        ),
+        (
+            "parallel.pp=2 parallel.layers_per_stage=[5,-1]",
+            None,
+            "parallel.layers_per_stage: [5, -1] has a negative entry",
+        ),
+        (
+            "parallel.pp=2 parallel.layers_per_stage=[1,2]",
+            None,
+            "parallel.layers_per_stage: [1, 2] adds up to 3 layers, must be "
+            "model.num_hidden_layers=4",
+        ),
+        (
+            "parallel.tp=2 parallel.pp=2",
+            6,
+            "world size: 6 ranks do not fit parallel.tp=2 × parallel.pp=2; start a multiple of 4",
+        ),
+        (
+            "parallel.tp=2 train.micro_batch_size=8",
+            6,
+            "train.global_batch_size: 16 is not a multiple of dp=3 × train.micro_batch_size=8 = 24",
+        ),
+        (
+            "train.global_batch_size=18",
+            None,
+            "train.global_batch_size: 18 is not a multiple of train.micro_batch_size=4",
+        ),
+        (
+            "data.held_out_fraction=0",
+            None,
+            "data.held_out_fraction: must lie between 0 and 1, not 0.0",
+        ),
+        (
+            "data.held_out_fraction=1",
+            None,
+            "data.held_out_fraction: must lie between 0 and 1, not 1.0",
+        ),
+        (
+            "precision.ternary_backward=bfloat16 model.linear=dense",
+            None,
+            "precision.ternary_backward: has no effect with model.linear=dense; use 'compute'",
+        ),
+        (
+            "precision.ternary_backward=bfloat16 precision.compute=float64",
+            None,
+            "precision.ternary_backward: bfloat16 is a saving only where precision.compute=float32",
+        ),
+        ("optim.lr=[1e-3]", None, "optim.lr: must be a list of two numbers, not [0.001]"),
+        ("optim.weight_decay=[0,-1]", None, "optim.weight_decay: must not be negative, not [0.0,"),
+        ("optim.betas=[0.9,1]", None, "optim.betas: must be below 1, not [0.9, 1.0]"),
+        ("optim.switch=1.5", None, "optim.switch: must lie between 0 and 1, not 1.5"),
+        ("optim.eps=0", None, "optim.eps: must be greater than 0, not 0.0"),
+        (
+            "optim.min_lr=0.002",
+            None,
+            "optim.min_lr: must lie between 0 and the smallest of optim.lr=[0.002, 0.0013]",
+        ),
+    ],
+)
+def test_what_does_not_go_together(settings: str, world_size: int | None, problem: str) -> None:
+    (found,) = problems_of(*settings.split(), world_size=world_size)
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize("key", ["optim.lr", "optim.weight_decay", "optim.betas", "optim.eps"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_are_finite(key: str, value: str) -> None:
+    setting = value if key == "optim.eps" else f"[1e-3,{value}]"
+    assert any(problem.startswith(f"{key}: ") for problem in problems_of(f"{key}={setting}"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size"),
+    [
+        ("model.intermediate_size=131076 model.linear=dense", None),
+        ("model.intermediate_size=16 model.vocab_size=16 parallel.tp=4", 4),
+        ("model.num_key_value_heads=1 parallel.tp=4", 4),
+        ("model.hidden_size=80 model.num_attention_heads=20 model.num_key_value_heads=5 "
+         "parallel.tp=10", 10),
+        ("parallel.sequence_parallel=true parallel.tp=2", 2),
+        ("parallel.pp=2 parallel.layers_per_stage=[0,4]", 2),
+        ("parallel.pp=4", 16),
+        ("optim.switch=0 optim.min_lr=0 optim.betas=[0,0]", None),
+        ("precision.ternary_backward=bfloat16", None),
+    ],
+)  # fmt: skip
+def test_what_goes_together(settings: str, world_size: int | None) -> None:
+    load_config(settings.split(), world_size)
+
+
+def test_all_conflicts_are_listed() -> None:
+    problems = problems_of(
+        "parallel.tp=3", "parallel.pp=9", "optim.eps=0", "model.hidden_size=25", world_size=1
+    )
+    assert [problem.split(":")[0] for problem in problems] == [
+        "model.hidden_size",
+        "parallel.tp",
+        "parallel.pp",
+        "world size",
+        "optim.eps",
+    ]
+
+
+# The examples
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=[path.stem for path in YAML_FILES])
+def test_every_example_loads_alone(path: Path) -> None:
+    load_config([str(path)])
+
+
+@pytest.mark.parametrize("model", sorted(EXAMPLES.glob("model/*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("layout", sorted(EXAMPLES.glob("parallel/*.yaml")), ids=lambda p: p.stem)
+def test_any_model_runs_at_any_layout(model: Path, layout: Path) -> None:
+    """With every data and recipe file, on as few ranks as the layout takes and on twice as many."""
+    for data in EXAMPLES.glob("data/*.yaml"):
+        for recipe in EXAMPLES.glob("recipe/*.yaml"):
+            arguments = [str(model), str(layout), str(data), str(recipe)]
+            parallel = load_config(arguments).parallel
+            for dp in (1, 2):
+                load_config(arguments, world_size=parallel.tp * parallel.pp * dp)
