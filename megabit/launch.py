@@ -66,7 +66,10 @@ def _collect(readers: dict[Connection, int], world_size: int) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[tuple[float, str]] = []
     # Ranks that lose a peer fail as well, so the first failure heard of need not be the cause.
-    while ready := wait(list(readers), timeout=CAUSE_S if failures else None):
+    while readers:
+        ready = wait(list(readers), timeout=CAUSE_S if failures else None)
+        if not ready:
+            break
         for reader in ready:
             assert isinstance(reader, Connection)
             rank = readers.pop(reader)

@@ -71,7 +71,8 @@ def gather_blocks(values: Tensor, axis: Axis) -> Tensor:
     if axis.group is None:
         return values
     by_rank = all_gather(values.unsqueeze(0), axis)  # [size, …, b]
-    return by_rank.movedim(0, -2).flatten(-2)
+    # Contiguous for one block a rank too: torch sums along other strides in another order.
+    return by_rank.movedim(0, -2).flatten(-2).contiguous()
 
 
 def sum_blocks(values: Tensor, axis: Axis) -> Tensor:

@@ -1,4 +1,4 @@
-"""Configuration: what is wrong is named, all of it at once; what is right comes through unchanged."""
+"""Configuration: what is wrong is named, all of it at once; what is right comes through."""
 
 import dataclasses
 import subprocess
@@ -293,7 +293,8 @@ def test_what_must_not_be_negative(key: str) -> None:
             "parallel.sequence_parallel: has no effect at parallel.tp=1; set it to false",
         ),
         (
-            "parallel.sequence_parallel=true parallel.tp=4 data.seq_length=7 train.micro_batch_size=2",
+            "parallel.sequence_parallel=true parallel.tp=4 train.micro_batch_size=2 "
+            "data.seq_length=7",
             None,
             "parallel.sequence_parallel: parallel.tp=4 does not divide the 14 tokens",
         ),

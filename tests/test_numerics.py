@@ -16,7 +16,7 @@ MIN_SCALE = {torch.float32: np.float32(1e-5), torch.float64: np.float64(1e-5)}
 
 
 def rounded_to_grid(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Multiples of 2^-10: sums of them are exact in fp64, so that no oracle depends on the order."""
+    """Multiples of 2^-10: sums of them are exact in fp64, so no oracle depends on the order."""
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     return (values * 1024).round() / 1024
 

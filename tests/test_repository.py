@@ -26,7 +26,7 @@ ORDER = (
     {"pipeline", "data_parallel", "checkpoint", "data", "telemetry", "launch"},
     {"tensor_parallel"},
     {"reduce"},
-    {"mesh", "numerics"},
+    {"mesh", "numerics", "apex"},
     {"megabit_kernels"},
     {"config"},
     {"errors"},

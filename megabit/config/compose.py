@@ -35,13 +35,12 @@ def load_config(arguments: Sequence[str], world_size: int | None = None) -> Conf
             problem = _set(tree, key, value)
             if problem is not None:
                 problems.append(f"{argument}: {problem}" if "=" not in argument else problem)
-    if not problems:
-        config = OmegaConf.to_object(tree)
-        assert isinstance(config, Config)
-        problems = find_problems(config, world_size)
-        if not problems:
-            return config
-    raise UserError(*problems)
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)
+    problems += find_problems(config, world_size)
+    if problems:
+        raise UserError(*problems)
+    return config
 
 
 def to_yaml(config: Config) -> str:

@@ -7,6 +7,7 @@ query heads read; a KV head held by several ranks is counted by the first of the
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -91,12 +92,12 @@ class Attention(nn.Module):
     def forward(self, x: Normalized, rope: tuple[Tensor, Tensor], batch: int) -> Tensor:
         q, k, v = self.q_proj.forward_together([self.q_proj, self.k_proj, self.v_proj], *x)
         q, k, v = (
-            y.view(batch, -1, y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v)
+            rearrange(y, "(b s) (h d) -> b s h d", b=batch, d=self.head_dim) for y in (q, k, v)
         )
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.kv_of_query is not None:
             k, v = k.index_select(2, self.kv_of_query), v.index_select(2, self.kv_of_query)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # [B, heads, S, D]
+        q, k, v = (rearrange(y, "b s h d -> b h s d") for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).reshape(-1, q.shape[1] * self.head_dim)  # [T, h]
+        y = rearrange(y, "b h s d -> (b s) (h d)")
         return self.o_proj(*self.attn_sub_norm(y))

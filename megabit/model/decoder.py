@@ -8,7 +8,6 @@ layers.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megabit.config import Config, ModelConfig
 from megabit.mesh import ParallelMesh
@@ -29,6 +28,7 @@ from megabit.tensor_parallel import (
     ternarize_layers,
     ternary_layers,
     vocab_parallel_cross_entropy,
+    vocab_parallel_logits,
     whole,
 )
 
@@ -139,11 +139,9 @@ class CausalLMStage(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[t, H]`` → ``[T, v]``, this rank's part of the vocabulary."""
-        values = self.model.norm(hidden).values
-        if not self.is_tied:
-            return self.lm_head(values)
-        values = enter_column_parallel(values, self.context)
-        return F.linear(values, self.model.embed_tokens.weight.to(values.dtype))
+        values = enter_column_parallel(self.model.norm(hidden).values, self.context)
+        weight = self.model.embed_tokens.weight if self.is_tied else self.lm_head.weight
+        return vocab_parallel_logits(values, weight, self.vocab_rows)
 
     def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
         """Sum of the cross-entropy over the target tokens that ``mask`` keeps, in nats.

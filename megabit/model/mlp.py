@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from megabit.config import ModelConfig
 from megabit.model.linear import linear_types
@@ -28,12 +27,40 @@ class MLP(nn.Module):
 
     def forward(self, x: Normalized) -> Tensor:
         gate, up = self.gate_proj.forward_together([self.gate_proj, self.up_proj], *x)
-        y = _Relu2Glu.apply(gate, up) if self.hidden_act == "relu2" else F.silu(gate) * up
+        glu = _Relu2Glu if self.hidden_act == "relu2" else _SwiGlu
+        y = glu.apply(gate, up)
         return self.down_proj(*self.ffn_sub_norm(y))
 
 
+class _SwiGlu(Function):
+    """``silu(gate) · up``, saving only its inputs.
+
+    ``torch.silu`` computes the last few elements of a tensor by other code than the rest, so its
+    bits depend on how the tensor is split; ``exp`` and single arithmetic operations do not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _sigmoid(gate).mul_(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        sigmoid = _sigmoid(gate)
+        silu = sigmoid * gate
+        d_up = grads[0] * silu
+        # d silu = σ + silu · (1 − σ)
+        d_silu = silu.mul_(1 - sigmoid).add_(sigmoid)
+        return d_silu.mul_(up).mul_(grads[0]), d_up
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
 class _Relu2Glu(Function):
-    """``relu(gate)² · up`` [T, f], saving only its inputs (autograd would save five tensors)."""
+    """``relu(gate)² · up``, saving only its inputs (autograd would save five tensors)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megabit import numerics
+from megabit.apex import fused_rms_norm
 from megabit.mesh import Axis
 from megabit.reduce import gather_blocks, sum_blocks
 from megabit.tensor_parallel import LayerContext, Shard, ShardedParameter, Span, reduce_blocks
@@ -42,11 +43,18 @@ class RMSNorm(nn.Module):
         # A norm that is not split runs on own tokens under sequence parallelism.
         partial = context.sequence_parallel and columns.is_replicated
         self.axis = context.tp if is_split else Axis.single("tp")
+        # Only for a norm that no TP degree splits: apex rounds otherwise, and TP may change no bit.
+        never_split = columns.num_blocks == 1
+        self.apex_norm = fused_rms_norm() if never_split and context.device.type == "cuda" else None
         self.weight = ShardedParameter(
             Shard((columns.size,), 0, columns, partial), context.master_dtype, context.device
         )
 
     def forward(self, x: Tensor) -> Normalized:
+        if self.apex_norm is not None:
+            values = self.apex_norm(x, self.weight, (x.shape[-1],), self.eps).to(x.dtype)
+            absmax = values.detach().abs().amax(-1, keepdim=True)
+            return Normalized(values, absmax.to(numerics.stats_dtype(x.dtype)))
         values, absmax = _RMSNorm.apply(x, self.weight, self.eps, self.weight.shard.span, self.axis)
         return Normalized(values, absmax)
 

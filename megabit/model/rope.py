@@ -48,6 +48,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out_a, out_b = out.chunk(2, -1)
-    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    # No fused multiply-add, which torch uses or not depending on how many heads there are.
+    torch.mul(a, cos, out=out_a).sub_(b * sin)
+    torch.mul(b, cos, out=out_b).add_(a * sin)
     return out

@@ -17,6 +17,7 @@ from megabit.tensor_parallel.layers import (
     RowParallelLinear,
     enter_column_parallel,
 )
+from megabit.tensor_parallel.logits import vocab_parallel_logits
 from megabit.tensor_parallel.parameter import (
     Shard,
     ShardedParameter,
@@ -46,5 +47,6 @@ __all__ = [
     "ternarize_layers",
     "ternary_layers",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_logits",
     "whole",
 ]

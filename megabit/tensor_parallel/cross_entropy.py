@@ -41,7 +41,7 @@ class _VocabParallelCrossEntropy(Function):
         # One exchange for both: the target's logit is a value on one rank and zero on the others.
         blocks = gather_blocks(torch.cat([sums, own_target.unsqueeze(-1)], -1), tp)
         blocks = blocks.unflatten(-1, (tp.size, -1))
-        normalizer = blocks[..., :-1].flatten(-2).sum(-1)
+        normalizer = blocks[..., :-1].flatten(-2).contiguous().sum(-1)  # see gather_blocks
         target = blocks[..., -1].sum(-1)
         ctx.save_for_backward(exp, normalizer, columns, here)
         ctx.logits_dtype = logits.dtype

@@ -1,11 +1,10 @@
 """AdamW over a stage's parameters, by the fastest implementation that is there."""
 
-import importlib
 from collections.abc import Iterable
-from types import ModuleType
 
 import torch
 
+from megabit.apex import fused_adam
 from megabit.config import OptimConfig
 from megabit.tensor_parallel import ShardedParameter
 from megabit.training.schedule import Hyperparameters
@@ -27,9 +26,9 @@ def build_optimizer(
     ]
     groups = [group for group in groups if group["params"]]
     betas = (optim.betas[0], optim.betas[1])
-    apex = nvidia_apex() if parameters[0].is_cuda else None
-    if apex is not None:
-        return apex.FusedAdam(groups, betas=betas, eps=optim.eps, adam_w_mode=True)
+    apex_adam = fused_adam() if parameters[0].is_cuda else None
+    if apex_adam is not None:
+        return apex_adam(groups, betas=betas, eps=optim.eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, betas=betas, eps=optim.eps, fused=True)
 
 
@@ -38,16 +37,3 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, values: Hyperparameter
     for group in optimizer.param_groups:
         group["lr"] = values.lr
         group["weight_decay"] = values.weight_decay if group["decays"] else 0.0
-
-
-def nvidia_apex() -> ModuleType | None:
-    """``apex.optimizers`` if the installed ``apex`` is NVIDIA's with its CUDA extension, else None.
-
-    The PyPI project of that name is something else; only NVIDIA's has ``FusedAdam``.
-    """
-    try:
-        optimizers = importlib.import_module("apex.optimizers")
-        importlib.import_module("amp_C")
-    except ImportError:
-        return None
-    return optimizers if hasattr(optimizers, "FusedAdam") else None

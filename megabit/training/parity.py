@@ -202,18 +202,23 @@ def sample_source(config: Config) -> SampleSource:
 
 
 def record(config: Config, layout: Layout, steps: int, samples: SampleSource) -> Record:
-    """Run ``config`` at ``layout`` in ranks of its own and put the results together."""
-    parts = run_ranks(lambda: _run_rank(config, layout, steps, samples), layout.world_size)
-    losses, grad_norms = parts[0].losses, parts[0].grad_norms
-    logits = torch.cat([part.logits for part in parts if part.logits is not None], dim=1)
-    return Record(
-        logits,
-        _assemble([part.gradients for part in parts]),
-        losses,
-        grad_norms,
-        _assemble([part.weights for part in parts]),
-        _assemble([part.codes for part in parts]),
-    )
+    """Run ``config``, which is at ``layout``, in ranks of its own; put the results together."""
+    return record_each([config], layout, steps, samples)[0]
+
+
+def record_each(
+    configs: Sequence[Config], layout: Layout, steps: int, samples: SampleSource
+) -> list[Record]:
+    """``record`` of several configurations, one after the other in the same ranks."""
+
+    def run_rank() -> list[_RankRecord]:
+        mesh = ParallelMesh()
+        if layout.world_size > 1:
+            mesh = ParallelMesh.create(layout.tp, layout.pp, mesh.device)
+        return [_run_rank(config, mesh, steps, samples) for config in configs]
+
+    by_rank = run_ranks(run_rank, layout.world_size)
+    return [_put_together(parts) for parts in zip(*by_rank, strict=True)]
 
 
 def compare(layout: Layout, own: Record, reference: Record) -> Difference:
@@ -275,10 +280,18 @@ class _RankRecord:
     codes: _Owned
 
 
-def _run_rank(config: Config, layout: Layout, steps: int, samples: SampleSource) -> _RankRecord:
-    mesh = ParallelMesh()
-    if layout.world_size > 1:
-        mesh = ParallelMesh.create(layout.tp, layout.pp, mesh.device)
+def _put_together(parts: Sequence[_RankRecord]) -> Record:
+    return Record(
+        logits=torch.cat([part.logits for part in parts if part.logits is not None], dim=1),
+        gradients=_assemble([part.gradients for part in parts]),
+        losses=parts[0].losses,
+        grad_norms=parts[0].grad_norms,
+        weights=_assemble([part.weights for part in parts]),
+        codes=_assemble([part.codes for part in parts]),
+    )
+
+
+def _run_rank(config: Config, mesh: ParallelMesh, steps: int, samples: SampleSource) -> _RankRecord:
     state = TrainingState.create(config, mesh)
     batch = uneven_batch(config, mesh, 0, samples)
     logits = _first_logits(state, batch)

@@ -11,7 +11,7 @@ from megabit_kernels.dispatch import MAX_EXACT_K
 @pytest.fixture(params=["int_mm", "fp32"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes each way in turn, whichever one this machine would choose."""
-    monkeypatch.setattr(dispatch, "_int_mm_is_fast", lambda x_q: request.param == "int_mm")
+    monkeypatch.setattr(dispatch, "_int_mm_is_fast", lambda *_: request.param == "int_mm")
 
 
 def assert_exact(x_q: Tensor, codes: Tensor) -> None:

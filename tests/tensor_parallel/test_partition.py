@@ -1,6 +1,7 @@
 """Blocks of a dimension: cover it once, at any degree, and reduce to the same bits."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -115,9 +116,7 @@ def test_a_block_has_the_same_bits_whatever_is_beside_it(
 
     unsplit = reduced(partition.span(0, 1))
     edges = [partition.edge(block) for block in range(21)]
-    by_loop = [
-        reduction(x[:, a:b].contiguous()) for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    by_loop = [reduction(x[:, a:b].contiguous()) for a, b in pairwise(edges)]
     assert torch.equal(unsplit, torch.stack(by_loop, -1))
     for degree in (2, 4, 5, 10, 20):
         parts = [reduced(partition.span(rank, degree)) for rank in range(degree)]

@@ -1,0 +1,116 @@
+"""What a run writes down: the JSON lines, the console's line and Weights & Biases' folder."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megabit.telemetry import IntervalMetrics, MetricsLog
+from megabit.telemetry.metrics import read_metrics
+
+
+def metrics(step: int, **changes: Any) -> IntervalMetrics:
+    values: dict[str, Any] = {
+        "loss": 2.5,
+        "bits_per_byte": 1.25,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens_per_s": 12_345.6,
+        "zero_fraction": 0.25,
+        "sent_mb": {"tp": 1.5, "pp": 0.3, "dp": 0.0},
+        "bubble": 0.13,
+    }
+    return IntervalMetrics(step=step, **{**values, **changes})
+
+
+def log(path: Path | None, first_step: int = 0, wandb: str | None = None) -> MetricsLog:
+    console = Console(file=io.StringIO(), width=200)
+    return MetricsLog(path, first_step, 10, console, wandb, {"train": {"steps": 10}})
+
+
+def said(log: MetricsLog) -> list[str]:
+    assert isinstance(log.console.file, io.StringIO)
+    return log.console.file.getvalue().splitlines()
+
+
+def test_a_json_line_for_each_report(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with log(path) as run:
+        run.advance(5)
+        run.interval(metrics(5))
+        run.evaluation(5, 3.5, 1.75)
+        run.say("for people only")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [
+        {
+            "step": 5,
+            "loss": 2.5,
+            "bits_per_byte": 1.25,
+            "grad_norm": 0.5,
+            "lr": 1e-3,
+            "tokens_per_s": 12_345.6,
+            "zero_fraction": 0.25,
+            "sent_mb": {"tp": 1.5, "pp": 0.3, "dp": 0.0},
+            "bubble": 0.13,
+        },
+        {"step": 5, "held_out_loss": 3.5, "held_out_bits_per_byte": 1.75},
+    ]
+    assert read_metrics(path) == rows
+
+
+def test_lines_on_the_console(tmp_path: Path) -> None:
+    with log(tmp_path / "metrics.jsonl") as run:
+        run.interval(metrics(5))
+        run.evaluation(10, 3.5, 1.75)
+        run.say("[not] markup")
+    assert [line.rstrip() for line in said(run) if line.strip()][:3] == [
+        "step      5  loss 2.5000  bits/byte 1.2500  norm 0.500  lr 1.00e-03  12,346 tok/s  "
+        "zeros 25.0%  MB tp 1.5 pp 0.3 dp 0.0  bubble 13%",
+        "step     10  held-out loss 3.5000  bits/byte 1.7500",
+        "[not] markup",
+    ]
+
+
+def test_a_resumed_run_drops_the_lines_after_its_first_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with log(path) as run:
+        for step in (1, 2, 3, 4):
+            run.interval(metrics(step))
+        run.evaluation(4, 3.5, 1.75)
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')  # the run died while it wrote this
+    with log(path, first_step=2) as run:
+        run.interval(metrics(3, loss=2.0))
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
+        *((1, 2.5), (2, 2.5), (3, 2.0))
+    ]
+    log(path, first_step=0)
+    assert read_metrics(path) == []
+
+
+def test_a_rank_without_a_path_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with log(None, wandb="never") as run:
+        run.interval(metrics(1))
+        run.evaluation(1, 3.5, 1.75)
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    with log(tmp_path / "run" / "metrics.jsonl", wandb="megabit-test") as run:
+        run.interval(metrics(1))
+        run.evaluation(1, 3.5, 1.75)
+    (records,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"held_out_bits_per_byte" in records.read_bytes()
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
