@@ -75,7 +75,8 @@ def train(world_size: int, settings: list[str]) -> list[float]:
             ],
             world_size,
         )
-        prepare_corpus(config.data, config.model.vocab_size, config.train.seed, report=lambda _: None)
+        vocab_size, seed = config.model.vocab_size, config.train.seed
+        prepare_corpus(config.data, vocab_size, seed, report=lambda _: None)
 
         def run() -> None:
             mesh = ParallelMesh()

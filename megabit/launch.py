@@ -12,12 +12,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megabit.mesh import process_group
 
@@ -103,6 +105,10 @@ def _rank_main(
         ):
             try:
                 _send(writer, True, function())
+                if world_size > 1:
+                    # Others may still be connecting to this rank: leaving now would fail them.
+                    with suppress(RuntimeError):
+                        dist.barrier()
             except BaseException:
                 # Before the group closes, which makes other ranks fail.
                 _send(writer, False, traceback.format_exc())

@@ -24,17 +24,23 @@ def ternary_matmul(x_q: Tensor, codes: Tensor) -> Tensor:
     """
     if x_q.shape[1] > MAX_EXACT_K:
         raise ValueError(f"K = {x_q.shape[1]} exceeds {MAX_EXACT_K}, the widest exact product")
-    if _int_mm_is_fast(x_q):
-        return torch._int_mm(x_q, codes.t())
+    # oneDNN reads the strides of dimensions of size one, which mean nothing (pytorch#195066).
+    if x_q.shape[1] > 1 and _int_mm_is_fast(x_q, codes):
+        return torch._int_mm(_plain(x_q), _plain(codes).t())
     return torch.mm(x_q.float(), codes.float().t()).to(torch.int32)
 
 
-def _int_mm_is_fast(x_q: Tensor) -> bool:
+def _plain(x: Tensor) -> Tensor:
+    """``x`` with the strides of a fresh tensor; a copy only if it is not contiguous."""
+    return x.contiguous().flatten().view(x.shape)
+
+
+def _int_mm_is_fast(x_q: Tensor, codes: Tensor) -> bool:
     """Whether ``torch._int_mm`` beats an fp32 product; ``make bench`` prints the measurement.
 
     On the CPU it is 8 times faster than fp32 where oneDNN finds VNNI instructions, and a naive loop
-    elsewhere. On CUDA it asks for more than 16 rows and multiples of 8.
+    elsewhere. On CUDA it asks for more than 16 rows, and K and N that are multiples of 8.
     """
     if x_q.device.type == "cpu":
         return bool(torch.cpu._is_vnni_supported())
-    return x_q.shape[0] > 16 and x_q.shape[1] % 8 == 0
+    return x_q.shape[0] > 16 and x_q.shape[1] % 8 == 0 and codes.shape[0] % 8 == 0

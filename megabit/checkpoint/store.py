@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megabit.errors import RunError, UserError
 from megabit.mesh import ParallelMesh
-from megabit.reduce import any_rank
+from megabit.reduce import all_gather, any_rank
 
 FORMAT = "megabit checkpoint"
 VERSION = 1
@@ -94,10 +95,11 @@ class CheckpointStore:
         return Checkpoint(path.parent, about)
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """This rank's tensors.
+        """This rank's tensors; collective over the whole mesh.
 
         Raises:
-            UserError: the layout is not the one that wrote it, or the file is damaged.
+            UserError: on every rank, if the layout is not the one that wrote it, or any rank's file
+                is missing or damaged.
         """
         saved, own = checkpoint.about.get("layout"), self._layout()
         if saved != own:
@@ -105,11 +107,21 @@ class CheckpointStore:
                 f"{checkpoint.path}: was saved at {_format_layout(saved)}, this run is at "
                 f"{_format_layout(own)}; resume at the same layout, or use another run.dir"
             )
-        path = checkpoint.path / self._rank_file()
+        tensors: dict[str, Tensor] = {}
+        problem: OSError | SafetensorError | None = None
         try:
-            return load_file(path, device=str(self.mesh.device))
+            tensors = load_file(checkpoint.path / self._rank_file(), device=str(self.mesh.device))
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: cannot read it ({error})") from error
+            problem = error
+        failed = torch.tensor([problem is not None], device=self.mesh.device)
+        ranks = all_gather(failed, self.mesh.world).nonzero().flatten().tolist()
+        if ranks:
+            files = ", ".join(_rank_file(rank) for rank in ranks)
+            raise UserError(
+                f"{checkpoint.path}: cannot read {files} ({problem or 'of another rank'}); "
+                f"put the name of a complete checkpoint into {self.folder / 'latest'}"
+            )
+        return tensors
 
     def _publish(self, draft: Path, final: Path, about: Mapping[str, Any]) -> None:
         files = len(list(draft.glob("rank_*.safetensors")))
@@ -140,10 +152,14 @@ class CheckpointStore:
             raise RunError(f"{what} ({problem or 'on another rank'})")
 
     def _rank_file(self) -> str:
-        return f"rank_{self.mesh.world.rank:05d}.safetensors"
+        return _rank_file(self.mesh.world.rank)
 
     def _layout(self) -> dict[str, int]:
         return {"tp": self.mesh.tp.size, "pp": self.mesh.pp.size, "dp": self.mesh.dp.size}
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
 
 
 def _format_layout(layout: Any) -> str:

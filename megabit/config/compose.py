@@ -6,8 +6,9 @@ with the file (or argument) it came from.
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -30,14 +31,21 @@ def load_config(arguments: Sequence[str], world_size: int | None = None) -> Conf
     """
     tree = _unset_tree()
     problems: list[str] = []
+    unset: list[str] = []
     for argument in arguments:
-        for key, value in _settings(argument, problems):
-            problem = _set(tree, key, value)
+        for setting in _settings(argument, problems):
+            problem = _set(tree, setting)
             if problem is not None:
                 problems.append(f"{argument}: {problem}" if "=" not in argument else problem)
+                unset.append(setting.key)
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
-    problems += find_problems(config, world_size)
+    # What could not be set has its default still: a complaint about that would mislead.
+    problems += [
+        problem
+        for problem in find_problems(config, world_size)
+        if not any(key in problem for key in unset)
+    ]
     if problems:
         raise UserError(*problems)
     return config
@@ -56,46 +64,53 @@ def _unset_tree() -> DictConfig:
     return tree
 
 
-def _settings(argument: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
+@dataclass(frozen=True)
+class _Setting:
+    key: str
+    value: Any
+    text: str | None = None
+    """As it was typed, where it was."""
+
+
+def _settings(argument: str, problems: list[str]) -> Iterator[_Setting]:
     """The dotted keys and values that one argument sets; appends what cannot be read."""
     if "=" in argument:
-        key, _, text = argument.partition("=")
+        key, _, text = (part.strip() for part in argument.partition("="))
         try:
-            yield key.strip(), OmegaConf.from_dotlist([f"value={text}"])["value"]
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            problems.append(f"{key}: cannot read the value {text!r} ({_first_line(error)})")
+            value = OmegaConf.from_dotlist([f"value={text}"])["value"]
+        except (yaml.YAMLError, OmegaConfBaseException):
+            value = text  # fine for a setting that is text, refused by the others
+        yield _Setting(key, value, text)
         return
-    path = Path(argument)
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = OmegaConf.create(Path(argument).read_text(encoding="utf-8"))
+        content = OmegaConf.to_container(loaded)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         problems.append(f"{argument}: cannot read it ({reason}); give a YAML file or key=value")
-        return
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" at line {where.line + 1}" if where is not None else ""
-        problems.append(f"{argument}: not valid YAML{line}")
-        return
-    if loaded is None:
-        return
-    if not isinstance(loaded, Mapping):
-        problems.append(f"{argument}: must hold settings such as 'model:', not {loaded!r}")
-        return
-    # OmegaConf reads 1e-3 as a number; PyYAML by itself reads it as text.
-    yield from _leaves(OmegaConf.to_container(OmegaConf.load(path)), prefix="")
+    except yaml.MarkedYAMLError as error:
+        line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        problems.append(f"{argument}: not valid YAML{line} ({error.problem})")
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        problems.append(f"{argument}: not valid YAML ({_first_line(error)})")
+    else:
+        if isinstance(content, dict):
+            yield from _leaves(content, prefix="")
+        else:
+            problems.append(f"{argument}: must hold settings such as 'model:', not a list")
 
 
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping) and node:
+def _leaves(node: Any, prefix: str) -> Iterator[_Setting]:
+    if isinstance(node, Mapping):
         for key, value in node.items():
             yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
     else:
-        yield prefix, node
+        yield _Setting(prefix, node)
 
 
-def _set(tree: DictConfig, key: str, value: Any) -> str | None:
+def _set(tree: DictConfig, setting: _Setting) -> str | None:
     """Set one leaf; returns what is wrong with it, or None."""
+    key = setting.key
     *sections, leaf = key.split(".")
     node: Any = tree
     walked: list[str] = []
@@ -111,9 +126,19 @@ def _set(tree: DictConfig, key: str, value: Any) -> str | None:
         if len(walked) <= len(sections):
             node = node[name]
     if isinstance(node[leaf], DictConfig):
+        if setting.value is None:  # a section with nothing in it sets nothing
+            return None
         return f"{key}: is a section; set its keys, such as {key}.{next(iter(node[leaf]))}"
+    kind = get_type_hints(OmegaConf.get_type(node))[leaf]
+    if kind is bool and not isinstance(setting.value, bool):
+        return f"{key}: must be true or false, not {setting.value!r}"
+    value = setting.value
+    if kind in (str, str | None) and setting.text is not None and value is not None:
+        value = setting.text.strip("'\"")  # as it was typed, though YAML may see a number in it
+    if isinstance(value, str) and "${" in value:
+        return f"{key}: ${{…}} is not supported; write the value itself"
     try:
-        node[leaf] = value
+        OmegaConf.update(tree, key, value, merge=False)
     except OmegaConfBaseException as error:
         return f"{key}: {_first_line(error)}"
     return None

@@ -1,5 +1,7 @@
 """All checks that span settings, as one list of problems, before any process group exists."""
 
+import dataclasses
+import math
 from collections.abc import Iterator
 
 from megabit.config.schema import Config
@@ -11,9 +13,9 @@ def find_problems(config: Config, world_size: int | None = None) -> list[str]:
     ``world_size`` is the number of ranks, where it is known; the data-parallel degree is
     ``world_size / (tp · pp)``.
     """
-    positive = list(_not_positive(config))
-    if positive:  # the checks below divide by these
-        return positive
+    problems = [*_not_finite(config), *_not_positive(config)]
+    if problems:  # the checks below divide by these
+        return problems
     return [
         *_model(config),
         *_parallel(config, world_size),
@@ -24,6 +26,14 @@ def find_problems(config: Config, world_size: int | None = None) -> list[str]:
 
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _not_finite(config: Config) -> Iterator[str]:
+    for section, keys in dataclasses.asdict(config).items():
+        for key, value in keys.items():
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, float) and not math.isfinite(number):
+                    yield f"{section}.{key}: must be a finite number, not {number}"
 
 
 def _not_positive(config: Config) -> Iterator[str]:

@@ -14,6 +14,7 @@ They are derived again when the parameter has changed: by the trainer for all la
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -67,12 +68,15 @@ class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
         Args:
             absmax: ``[t, 1]``, max|x| of each token where the caller knows it (a norm does).
         """
-        context = layers[0].context
-        ternary = [layer.ternary() for layer in layers if isinstance(layer, TernaryLayer)]
-        weights = [layer.weight for layer in layers]
         if absmax is None:
             absmax = _absmax(x)
-        return _ColumnParallelTernary.apply(x, absmax, context, ternary, *weights)
+        return _ColumnParallelTernary.apply(
+            x,
+            absmax,
+            layers[0].context,
+            [_as_ternary(layer).ternary() for layer in layers],
+            *(layer.weight for layer in layers),
+        )
 
 
 class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
@@ -94,7 +98,9 @@ class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
 class BitLinear(ColumnParallelBitLinear):
     """A ternary linear layer of one process, for use in any model with any torch optimizer.
 
-    ``x […, in_features]`` → ``[…, out_features]``. No bias, as in BitNet.
+    ``x […, in_features]`` → ``[…, out_features]``. No bias, as in BitNet. Codes are derived again in
+    the forward pass after a backward pass, since fused optimizers change a weight without counting
+    a version, and after any other change that is counted (one through ``weight.data`` is not).
     """
 
     def __init__(
@@ -104,7 +110,15 @@ class BitLinear(ColumnParallelBitLinear):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, absmax: Tensor | None = None) -> Tensor:
-        return super().forward(x.flatten(0, -2), absmax).unflatten(0, x.shape[:-1])
+        y = super().forward(
+            x.reshape(-1, x.shape[-1]), None if absmax is None else absmax.reshape(-1, 1)
+        )
+        if y.requires_grad:
+            y.register_hook(self._expect_update)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _expect_update(self, grad: Tensor) -> None:
+        self._ternary_source = None
 
 
 @torch.no_grad()
@@ -126,6 +140,7 @@ def ternarize_layers(layers: Sequence[TernaryLayer], tp: Axis) -> None:
         table[row, shard.span.first_block : shard.span.first_block + len(sums)] = sums
     all_reduce(table, tp)  # adds zeros to each block's one value: exact in any order
     total = torch.zeros_like(table[:, 0])
+    # One after the other: the zeros that pad a tensor of fewer blocks then change nothing.
     for block in range(num_blocks):
         total += table[:, block]
     for layer, shard, sum_abs in zip(layers, shards, total, strict=True):
@@ -137,6 +152,12 @@ def ternarize_layers(layers: Sequence[TernaryLayer], tp: Axis) -> None:
 def ternary_layers(module: nn.Module) -> Iterator[TernaryLayer]:
     """The ternary layers in ``module``, in the order of its definition."""
     return (layer for layer in module.modules() if isinstance(layer, TernaryLayer))
+
+
+def _as_ternary(layer: nn.Module) -> TernaryLayer:
+    if not isinstance(layer, TernaryLayer):
+        raise TypeError(f"{type(layer).__name__} among ternary layers")
+    return layer
 
 
 def _version(weight: Tensor) -> tuple[int, int]:
@@ -155,10 +176,9 @@ def _block_sums(weight: Tensor, dim: int, span: Span) -> Tensor:
             magnitude, span.block_widths, lambda block: block.sum(-1, dtype=torch.float64)
         )
         sums = by_row.t().contiguous().sum(-1)
-    starts = torch.tensor(span.block_widths).cumsum(0) - torch.tensor(span.block_widths)
-    starts += span.start
-    owned = (span.owned_start <= starts) & (starts < span.owned_stop)
-    return sums * owned.to(sums.device)
+    starts = accumulate(span.block_widths[:-1], initial=span.start)
+    owned = [span.owned_start <= start < span.owned_stop for start in starts]
+    return sums * torch.tensor(owned, device=sums.device)
 
 
 def _absmax(x: Tensor) -> Tensor:
@@ -199,7 +219,10 @@ class _ColumnParallelTernary(Function):
             reduce = reduce_scatter if context.sequence_parallel else all_reduce
             dx = reduce(dx, context.tp).to(ctx.dtype)
         x_hat = x_q.to(dtype)
-        dw = [_weight_gradient(grad, x_hat, scale, context) for grad in grads]
+        dw = [
+            _weight_gradient(grad, x_hat, scale, context) if needed else None
+            for grad, needed in zip(grads, ctx.needs_input_grad[4:], strict=True)
+        ]
         return dx, None, None, None, *dw
 
 
@@ -230,9 +253,12 @@ class _RowParallelTernary(Function):
         x_q, scale = ctx.saved_tensors
         dtype = context.ternary_backward_dtype
         grad = all_gather(grads[0], context.tp) if context.sequence_parallel else grads[0]
-        dx = _input_gradient(grad, ctx.ternary, dtype)
-        dw = _weight_gradient(grad, x_q.to(dtype), scale, context)
-        return dx.to(ctx.dtype), None, None, None, dw
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = _input_gradient(grad, ctx.ternary, dtype).to(ctx.dtype)
+        if ctx.needs_input_grad[4]:
+            dw = _weight_gradient(grad, x_q.to(dtype), scale, context)
+        return dx, None, None, None, dw
 
 
 def _input_gradient(grad: Tensor, w: TernaryWeight, dtype: torch.dtype) -> Tensor:

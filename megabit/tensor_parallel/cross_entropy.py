@@ -35,7 +35,7 @@ class _VocabParallelCrossEntropy(Function):
         shifted = logits.to(dtype) - largest.unsqueeze(-1)
         here = (targets >= rows.start) & (targets < rows.stop)
         columns = (targets - rows.start).masked_fill(~here, 0).unsqueeze(-1)
-        own_target = shifted.gather(-1, columns).squeeze(-1) * here
+        own_target = shifted.gather(-1, columns).squeeze(-1).masked_fill(~here, 0)
         exp = shifted.exp_()
         sums = reduce_blocks(exp, rows.block_widths, lambda block: block.sum(-1))
         # One exchange for both: the target's logit is a value on one rank and zero on the others.

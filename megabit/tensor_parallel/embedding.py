@@ -17,7 +17,7 @@ class VocabParallelEmbedding(nn.Module):
 
     For each token one rank contributes its row and the others zeros, so the sum is exact. Under
     sequence parallelism each rank gets its own ``t = T/tp`` tokens. A copy on the last stage that
-    serves only as the tied output head is built with ``owned=False``.
+    serves only as the tied output head has ``rows`` of which it owns none.
     """
 
     def __init__(self, rows: Span, hidden_size: int, context: LayerContext) -> None:
@@ -32,7 +32,7 @@ class VocabParallelEmbedding(nn.Module):
         here = (tokens >= span.start) & (tokens < span.stop)
         local = (tokens - span.start).masked_fill(~here, 0)
         x = F.embedding(local, self.weight).to(self.context.compute_dtype)
-        x = x * here.unsqueeze(-1)
+        x = x.masked_fill(~here.unsqueeze(-1), 0)
         if self.context.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(x, self.context.tp)
         return reduce_from_tensor_model_parallel_region(x, self.context.tp)

@@ -51,6 +51,13 @@ class ShardedParameter(nn.Parameter):
         parameter.shard = shard
         return parameter
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        copied = type(self)(self.shard, self.dtype, self.device)
+        copied.requires_grad = self.requires_grad
+        copied.data.copy_(self.data)
+        memo[id(self)] = copied
+        return copied
+
 
 def sharded_parameters(module: nn.Module) -> dict[str, ShardedParameter]:
     """The parameters of ``module`` by logical name."""

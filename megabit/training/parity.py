@@ -163,10 +163,10 @@ class Tolerance:
 
     def allows(self, difference: Difference) -> bool:
         """Whether ``difference`` is within it."""
-        first_step = max(difference.loss, difference.gradient, difference.grad_norm)
+        first_step = (difference.loss, difference.gradient, difference.grad_norm)
         return (
             (difference.forward_is_bit_equal or not self.forward_is_bit_equal)
-            and first_step <= self.first_step
+            and all(value <= self.first_step for value in first_step)  # which NaN is not
             and difference.last_loss <= self.last_loss
             and difference.codes_changed <= self.codes * difference.num_codes
         )

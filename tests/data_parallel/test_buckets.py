@@ -77,7 +77,9 @@ def run_step(bucket_mb: float) -> Step:
             gradients.expect_last_backward()
         loss(parameters, dist.get_rank(), microbatch).backward()
     gradients.finish()
-    return Step([p.grad.clone() for p in parameters if p.grad is not None], started, mesh.dp.sent_bytes)
+    return Step(
+        [p.grad.clone() for p in parameters if p.grad is not None], started, mesh.dp.sent_bytes
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Ran:
     result: PipelineResult
     sent_bytes: float
     events: list[str]
-    """``gradient`` each time the first parameter got one, ``announced`` before the last backward."""
+    """``gradient`` when the first parameter got one, ``announced`` before the last backward."""
 
 
 def run(

@@ -114,9 +114,7 @@ def test_a_step_without_targets_is_refused(settings: tuple[str, ...], world_size
         batch = own_batch(config, mesh, 0)
         before = bits(state)
         with pytest.raises(RunError, match="no target token"):
-            train_step(
-                state, Batch(batch.inputs, batch.targets, torch.zeros_like(batch.mask)), 0
-            )
+            train_step(state, Batch(batch.inputs, batch.targets, torch.zeros_like(batch.mask)), 0)
         assert all(map(torch.equal, bits(state), before))
 
     run_ranks(run, world_size)

@@ -1,10 +1,17 @@
-"""A model, its batches and a corpus, small enough for many runs in real ranks."""
+"""A model, its batches and a corpus, small enough for many runs in real ranks.
+
+Ranks are forks, so what is imported here is imported once and not in each of them: torch's
+optimizers and matplotlib import most of their code, for seconds, when they are first used.
+"""
 
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,7 +30,7 @@ SETTINGS = (
     *("train.steps=6", "train.log_interval=1", "train.eval_interval=0"),
     *("optim.warmup_steps=2", "run.sample_tokens=0"),
 )
-WORDS = "the quick brown fox jumps over a lazy dog and runs away from home to see the sea".split()
+SENTENCE = "the quick brown fox jumps over a lazy dog and runs away from home to see the sea"
 
 Owned = dict[str, tuple[Shard, Tensor]]
 """By logical name: where a rank's owned part of a tensor belongs, and the part."""
@@ -93,7 +100,7 @@ def write_texts(folder: Path, documents: int = 12, words: int = 60) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     choose = random.Random(0)
     for number in range(documents):
-        text = " ".join(choose.choices(WORDS, k=words))
+        text = " ".join(choose.choices(SENTENCE.split(), k=words))
         (folder / f"{number:02}.txt").write_text(f"Chapter {number}: {text}.\n")
     return folder
 

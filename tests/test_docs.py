@@ -1,0 +1,81 @@
+"""What the documents say is true: commands run, code runs, links and make targets exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# What makes a README command small enough for a test; each still runs as it is written.
+SMALL = {
+    "train": "model.vocab_size=300 model.num_hidden_layers=2 train.steps=2 run.sample_tokens=2",
+    "parity": "model.num_hidden_layers=2 train.global_batch_size=4 train.micro_batch_size=2",
+    "prepare": "model.vocab_size=300",
+    "config": "",
+}
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def readme_commands() -> list[str]:
+    lines = [line for block in code_blocks("") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("megabit ")]
+
+
+def test_the_readme_shows_every_command() -> None:
+    assert {shlex.split(line)[1] for line in readme_commands()} == set(SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", readme_commands())
+def test_readme_command_runs(line: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    texts = tmp_path / "my_texts"
+    texts.mkdir()
+    for number in range(4):
+        (texts / f"{number}.txt").write_text(f"The text number {number} is short. " * 200)
+    words = shlex.split(line)
+    command = [sys.executable, "-m", *words, *shlex.split(SMALL[words[1]])]
+    paths = (str(ROOT), str(ROOT / "kernels"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_code_runs() -> None:
+    blocks = code_blocks("python")
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
+def test_links_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+            if not target.startswith(("http:", "https:")):
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in DOCUMENTS:
+        named = re.findall(r"`?make ([a-z-]+)", document.read_text(encoding="utf-8"))
+        assert set(named) <= targets, document.name
+
+
+def test_paths_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for path in set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text)):
+        folders = (ROOT / "megabit", ROOT / "kernels", ROOT)
+        assert any((folder / path).exists() for folder in folders), path
