@@ -4,7 +4,7 @@
 # data.text=my_texts/ data.dir=data/mine run.dir=runs/mine for a text of your own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-examples/fetch_shakespeare.sh
+[[ " $*" == *" data.text="* ]] || examples/fetch_shakespeare.sh
 exec python -m megabit train --nproc-per-node 4 \
   examples/model/tiny.yaml examples/parallel/tp2_pp2.yaml \
   examples/data/shakespeare.yaml examples/recipe/quickstart.yaml "$@"

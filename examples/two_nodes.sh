@@ -11,6 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${HEAD:?set HEAD to the host (or host:port) of NODE_RANK 0}"
 : "${NODE_RANK:?set NODE_RANK to 0 on HEAD and to 1, 2, ... on the others}"
+[[ $HEAD == *:* ]] || HEAD+=:29400
 NNODES=${NNODES:-2}
 NPROC=${NPROC:-4}
 [[ " $*" == *" data.text="* ]] || examples/fetch_shakespeare.sh
@@ -20,6 +21,6 @@ settings=(
 )
 python -m megabit config --quiet --world-size $((NNODES * NPROC)) "${settings[@]}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# The static rendezvous is the one that looks at NODE_RANK: rank 0, which prints and writes, is on HEAD.
 exec torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
-  --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${JOB_ID:-megabit}" \
-  -m megabit train "${settings[@]}"
+  --rdzv-backend static --rdzv-endpoint "$HEAD" -m megabit train "${settings[@]}"

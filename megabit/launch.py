@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megabit.allocator import keep_freed_memory
 from megabit.mesh import process_group
 
 T = TypeVar("T")
@@ -99,6 +100,7 @@ def _rank_main(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     torch.set_num_threads(1)
+    keep_freed_memory()
     try:
         with process_group(
             rank, world_size, torch.device("cpu"), init_method, timedelta(seconds=timeout_s)

@@ -162,7 +162,7 @@ def test_a_wrong_setting(tmp_path: Path, setting: str, problem: str) -> None:
         ("a: 1\n---\nb: 2\n", "not valid YAML at line 2"),
         ("a: !!python/object:os.system x\n", "not valid YAML at line 1"),
         ("train:\n  steps: 1\n  steps: 2\n", "not valid YAML at line 3"),
-        ("run: {dir: '${'}", "run.dir: "),
+        ("run: {dir: '${'}", "not valid YAML"),
         ("run: {dir: '${nothing.here}'}", "run.dir: "),
         ("model: 3", "model: is a section; set its keys, such as model.vocab_size"),
         ("train: {steps: [1]}", "train.steps: Value '[1]' of type 'list' could not"),

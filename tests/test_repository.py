@@ -29,7 +29,7 @@ ORDER = (
     {"mesh", "numerics", "apex"},
     {"megabit_kernels"},
     {"config"},
-    {"errors"},
+    {"errors", "allocator"},
 )
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 

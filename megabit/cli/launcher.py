@@ -3,6 +3,7 @@ about this process, and torchrun itself called as a library."""
 
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ def run_under_torchrun(command: Sequence[str], nproc_per_node: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.disable(logging.WARNING)  # of this process, which does nothing but wait
+    logging.disable(logging.ERROR)  # of this process, which does nothing but wait
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, as torchrun has it
     launch = elastic_launch(
         LaunchConfig(
@@ -75,6 +76,10 @@ def run_under_torchrun(command: Sequence[str], nproc_per_node: int) -> int:
     except SignalException:
         return 130
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode  # the rank has said why
+        name = signal.Signals(-failure.exitcode).name
+        print(f"error: rank {rank} was ended by {name}", file=sys.stderr)
+        return 128 - failure.exitcode
     return 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megabit.allocator import keep_freed_memory
 from megabit.cli.arguments import Settings
 from megabit.cli.launcher import Launch, run_under_torchrun
 from megabit.config import Config, load_config
@@ -51,6 +52,7 @@ def train(
     from megabit.mesh import ParallelMesh, process_group
     from megabit.training import trainer
 
+    keep_freed_memory()
     device = _device(config, launch)
     with process_group(launch.rank, launch.world_size, device, timeout=timedelta(minutes=30)):
         if launch.world_size > 1:

@@ -126,7 +126,7 @@ def _set(tree: DictConfig, setting: _Setting) -> str | None:
         if len(walked) <= len(sections):
             node = node[name]
     if isinstance(node[leaf], DictConfig):
-        if setting.value is None:  # a section with nothing in it sets nothing
+        if setting.value is None and setting.text is None:  # an empty section sets nothing
             return None
         return f"{key}: is a section; set its keys, such as {key}.{next(iter(node[leaf]))}"
     kind = get_type_hints(OmegaConf.get_type(node))[leaf]

@@ -98,7 +98,7 @@ class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
 class BitLinear(ColumnParallelBitLinear):
     """A ternary linear layer of one process, for use in any model with any torch optimizer.
 
-    ``x […, in_features]`` → ``[…, out_features]``. No bias, as in BitNet. Codes are derived again in
+    ``x […, in_features]`` → ``[…, out_features]``. No bias, as in BitNet. Codes are derived anew in
     the forward pass after a backward pass, since fused optimizers change a weight without counting
     a version, and after any other change that is counted (one through ``weight.data`` is not).
     """

@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,5 +113,9 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run.interval(metrics(1))
         run.evaluation(1, 3.5, 1.75)
     (records,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    for _ in range(100):  # wandb's own process may write a little after ``finish`` has returned
+        if b"held_out_bits_per_byte" in records.read_bytes():
+            break
+        time.sleep(0.1)
     assert b"held_out_bits_per_byte" in records.read_bytes()
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2

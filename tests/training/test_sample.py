@@ -93,4 +93,5 @@ def test_the_likeliest_tokens_equal_a_plain_loop(tokenizer: Tokenizer) -> None:
 def test_ids_that_the_tokenizer_lacks_are_never_drawn(tokenizer: Tokenizer) -> None:
     """A short text may give fewer tokens than the model has rows."""
     (text,) = sample(tokenizer, ("model.vocab_size=4096",), top_k=4096, temperature=100.0)
-    assert len(tokenizer.encode(text).ids) > 5
+    # Ids without a text would vanish: 13 of 14, as this temperature makes all alike.
+    assert len(text) >= len(PROMPT) + NUM_TOKENS // 2
