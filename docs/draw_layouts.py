@@ -2,8 +2,8 @@
 
     examples/fetch_shakespeare.sh && python docs/draw_layouts.py
 
-Trains the quickstart model with the quickstart recipe (fewer steps) at each layout, in ranks of this
-host, and draws the curves over each other, with their distance to one process below.
+Trains the quickstart model with the quickstart recipe (fewer steps) at each layout, in ranks of
+this host, and draws the curves over each other, with their distance to one process below.
 """
 
 import tempfile

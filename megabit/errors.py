@@ -14,7 +14,7 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """The run cannot go on, through no fault of the input; all ranks raise it together.
+    """A run cannot go on, through no fault of the input; its ranks raise it together.
 
     The command line prints the message without a traceback and exits with code 1.
     """

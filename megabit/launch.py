@@ -4,6 +4,7 @@ For ``megabit parity`` and for tests. Training jobs are started by torchrun inst
 can span hosts.
 """
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megabit.allocator import keep_freed_memory
+from megabit.errors import RunError, UserError
 from megabit.mesh import process_group
 
 T = TypeVar("T")
@@ -30,7 +32,7 @@ CAUSE_S = 0.3
 """How long to listen for what made a rank fail: another one that died or failed before it."""
 
 
-class RankError(RuntimeError):
+class RankError(RunError):
     """A rank failed; the message holds its number and traceback."""
 
 
@@ -41,6 +43,8 @@ def run_ranks(function: Callable[[], T], world_size: int, timeout_s: float = 300
     must be picklable. Each rank computes with one thread, which keeps results repeatable. When one
     rank fails the others are killed and ``RankError`` carries its traceback.
     """
+    # Every optimizer imports this. Here once, it takes a second; in each rank, seconds for all.
+    importlib.import_module("torch._dynamo")
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         init_method = f"file://{Path(folder) / 'rendezvous'}"
@@ -111,15 +115,22 @@ def _rank_main(
                     # Others may still be connecting to this rank: leaving now would fail them.
                     with suppress(RuntimeError):
                         dist.barrier()
-            except BaseException:
+            except BaseException as error:
                 # Before the group closes, which makes other ranks fail.
-                _send(writer, False, traceback.format_exc())
-    except BaseException:
-        _send(writer, False, traceback.format_exc())
+                _send(writer, False, _describe(error))
+    except BaseException as error:
+        _send(writer, False, _describe(error))
     finally:
         writer.close()
         # Skip the parent's exit handlers, which a fork would run a second time.
         os._exit(0)
+
+
+def _describe(error: BaseException) -> str:
+    """What the parent is told: a message meant for people as it is, else the traceback."""
+    if isinstance(error, UserError | RunError):
+        return str(error)
+    return "".join(traceback.format_exception(error))
 
 
 def _send(writer: Connection, ok: bool, value: Any) -> None:

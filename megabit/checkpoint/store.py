@@ -8,6 +8,7 @@ A checkpoint is written under a temporary name, synced, renamed, and only then c
 a run that dies at any instant leaves the previous one in place. Nothing is unpickled.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -64,7 +65,13 @@ class CheckpointStore:
         self._together(f"{draft}: cannot create it", lambda: _new_folder(draft), main_only=True)
         own = draft / self._rank_file()
         self._together(f"{draft}: cannot write a rank's file", lambda: _write_tensors(own, tensors))
-        header = {"format": FORMAT, "version": VERSION, "step": step, "layout": self._layout()}
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": step,
+            "layout": self._layout(),
+            "sha256": self._gather_digests(own),
+        }
         self._together(
             f"{final}: cannot complete it",
             lambda: self._publish(draft, final, {**header, **about}),
@@ -108,10 +115,13 @@ class CheckpointStore:
                 f"{_format_layout(own)}; resume at the same layout, or use another run.dir"
             )
         tensors: dict[str, Tensor] = {}
-        problem: OSError | SafetensorError | None = None
+        problem: OSError | SafetensorError | ValueError | None = None
+        own_file = checkpoint.path / self._rank_file()
         try:
-            tensors = load_file(checkpoint.path / self._rank_file(), device=str(self.mesh.device))
-        except (OSError, SafetensorError) as error:
+            if _sha256(own_file).hex() != checkpoint.about["sha256"][self.mesh.world.rank]:
+                raise ValueError("its checksum is not the one it was saved with")
+            tensors = load_file(own_file, device=str(self.mesh.device))
+        except (OSError, SafetensorError, ValueError) as error:
             problem = error
         failed = torch.tensor([problem is not None], device=self.mesh.device)
         ranks = all_gather(failed, self.mesh.world).nonzero().flatten().tolist()
@@ -122,6 +132,12 @@ class CheckpointStore:
                 f"put the name of a complete checkpoint into {self.folder / 'latest'}"
             )
         return tensors
+
+    def _gather_digests(self, own_file: Path) -> list[str]:
+        """SHA-256 of every rank's file."""
+        own = torch.frombuffer(bytearray(_sha256(own_file)), dtype=torch.uint8)
+        digests = all_gather(own.unsqueeze(0).to(self.mesh.device), self.mesh.world)
+        return [bytes(digest).hex() for digest in digests.tolist()]
 
     def _publish(self, draft: Path, final: Path, about: Mapping[str, Any]) -> None:
         files = len(list(draft.glob("rank_*.safetensors")))
@@ -166,6 +182,11 @@ def _format_layout(layout: Any) -> str:
     if not isinstance(layout, dict):
         return "an unknown layout"
     return " × ".join(f"{axis}={size}" for axis, size in layout.items())
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _new_folder(path: Path) -> None:

@@ -19,6 +19,8 @@ class Launch:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
+    """Ranks on this host."""
 
     @staticmethod
     def is_present() -> bool:
@@ -27,12 +29,14 @@ class Launch:
 
     @staticmethod
     def from_environment() -> "Launch":
-        """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them."""
+        """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them."""
         try:
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             launch = Launch(
-                rank=launched_rank(),
-                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+                rank=int(os.environ.get("RANK", "0")),
+                local_rank=local_rank,
                 world_size=int(os.environ.get("WORLD_SIZE", "1")),
+                local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)),
             )
         except ValueError as error:
             raise UserError(f"RANK, LOCAL_RANK, WORLD_SIZE: must be numbers ({error})") from None
@@ -41,9 +45,9 @@ class Launch:
         return launch
 
 
-def launched_rank() -> int:
-    """RANK, or 0 where there is no launcher."""
-    return int(os.environ.get("RANK", "0"))
+def speaks_for_host() -> bool:
+    """Whether this process is the one that tells this host's user what went wrong."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def run_under_torchrun(command: Sequence[str], nproc_per_node: int) -> int:

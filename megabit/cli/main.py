@@ -8,7 +8,7 @@ import sys
 import typer
 
 from megabit.cli import config, parity, prepare, train
-from megabit.cli.launcher import launched_rank
+from megabit.cli.launcher import speaks_for_host
 from megabit.errors import RunError, UserError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 app.command("train")(train.train)
 app.command("prepare")(prepare.prepare)
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def _fail(lines: tuple[str, ...] | list[str], code: int) -> None:
-    if launched_rank() == 0:  # all ranks meet the same error
+    if speaks_for_host():  # all ranks of a host meet the same error
         for line in lines:
             print(f"error: {line}", file=sys.stderr)
     sys.exit(code)

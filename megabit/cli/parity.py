@@ -16,7 +16,7 @@ def parity(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SETTINGS... [--layouts LAYOUT...]",
+            metavar="SETTINGS",
             help="YAML files and key=value pairs; after --layouts, layouts such as tp=2,pp=2 "
             "(dp=2 for data parallel, sp for sequence parallel).",
             show_default=False,

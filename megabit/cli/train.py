@@ -80,10 +80,10 @@ def _device(config: Config, launch: Launch) -> "torch.device":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("run.device: cuda was asked for but torch sees no GPU; use cpu or auto")
-    if launch.local_rank >= torch.cuda.device_count():
+    if launch.local_world_size > torch.cuda.device_count():
         raise UserError(
-            f"run.device: local rank {launch.local_rank} has no GPU of its own, "
-            f"this host has {torch.cuda.device_count()}; start fewer ranks or use cpu"
+            f"run.device: {launch.local_world_size} ranks on this host need as many GPUs, "
+            f"it has {torch.cuda.device_count()}; start fewer ranks or use cpu"
         )
     torch.cuda.set_device(launch.local_rank)
     return torch.device("cuda", launch.local_rank)

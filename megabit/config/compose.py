@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -139,9 +139,21 @@ def _set(tree: DictConfig, setting: _Setting) -> str | None:
         return f"{key}: ${{…}} is not supported; write the value itself"
     try:
         OmegaConf.update(tree, key, value, merge=False)
-    except OmegaConfBaseException as error:
-        return f"{key}: {_first_line(error)}"
+    except OmegaConfBaseException:
+        return f"{key}: must be {_describe(kind)}, not {value!r}"
     return None
+
+
+def _describe(kind: Any) -> str:
+    """A setting's type in words."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    alternatives = [arg for arg in get_args(kind) if arg is not type(None)]
+    if get_origin(kind) is list:
+        return f"a list such as [{ {float: '0.1, 0.2', int: '1, 2'}[alternatives[0]] }]"
+    if alternatives:
+        return " or ".join([*map(_describe, alternatives), "null"])
+    return {int: "a whole number", float: "a number", str: "text"}[kind]
 
 
 def _first_line(error: Exception) -> str:

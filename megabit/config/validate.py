@@ -148,6 +148,8 @@ def _parallel(config: Config, world_size: int | None) -> Iterator[str]:
 
 def _world(config: Config, world_size: int) -> Iterator[str]:
     parallel, train = config.parallel, config.train
+    if config.model.num_attention_heads % parallel.tp:
+        return  # reported; no number of ranks would do
     model_ranks = parallel.tp * parallel.pp
     if world_size % model_ranks:
         yield (

@@ -65,7 +65,7 @@ class MetricsLog:
         self.console = console
         self._path = path
         if path is not None:
-            _drop_after(path, first_step)
+            _keep_until(path, first_step, is_finished=first_step == steps)
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -135,8 +135,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _drop_after(path: Path, step: int) -> None:
-    kept = [row for row in read_metrics(path) if row["step"] <= step]
+def _keep_until(path: Path, step: int, is_finished: bool) -> None:
+    """Drop what a run that goes on after ``step`` writes again; a finished one evaluates again."""
+    kept = [
+        row
+        for row in read_metrics(path)
+        if row["step"] < step
+        or (row["step"] == step and not (is_finished and "held_out_loss" in row))
+    ]
     draft = path.with_name(path.name + ".tmp")
     draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     draft.replace(path)

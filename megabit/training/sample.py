@@ -38,7 +38,8 @@ def sample_text(
         top_k: draw from the so many likeliest tokens.
     """
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids or [0]
-    window = window // mesh.tp.size * mesh.tp.size  # sequence parallelism splits it evenly
+    # Sequence parallelism splits the tokens evenly, which so many copies of any window are.
+    copies = mesh.tp.size if stage.context.sequence_parallel else 1
     generator = torch.Generator().manual_seed(seed)
     actions = make_schedule("forward_only", mesh.pp.size, 1)[mesh.pp.rank]
     for _ in range(num_tokens):
@@ -48,7 +49,7 @@ def sample_text(
         result = run_schedule(
             actions,
             stage,
-            tokens.view(1, 1, window),
+            tokens.expand(1, copies, window),
             partial(_logits_at, stage, len(seen) - 1),
             mesh.pp,
         )

@@ -97,8 +97,8 @@ def train_step(state: TrainingState, batch: Batch, step: int) -> StepReport:
     norm = global_norm(state.parameters.values(), mesh).item()
     if not math.isfinite(norm):
         raise RunError(
-            f"step {step}: the gradient norm is {norm}; the weights are those of step {step - 1}. "
-            "Lower optim.lr or look at the data of this step"
+            f"step {step + 1}: the gradient norm is {norm}; the weights are those after step "
+            f"{step}. Lower optim.lr, or look at the data of this step"
         )
     clip(state.gradients, norm, config.optim.clip_grad_norm)
     values = two_stage(config.optim, step, config.train.steps)

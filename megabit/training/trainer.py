@@ -21,7 +21,7 @@ from megabit.data.tokenizer import END_OF_TEXT
 from megabit.errors import UserError
 from megabit.mesh import ParallelMesh
 from megabit.model import num_parameters
-from megabit.reduce import all_gather
+from megabit.reduce import all_gather, any_rank
 from megabit.telemetry import MetricsLog
 from megabit.training import resume
 from megabit.training.evaluate import Evaluation, evaluate
@@ -84,7 +84,9 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
     files = RunFiles(Path(config.run.dir))
     store = CheckpointStore(files.checkpoints, mesh)
     checkpoint = store.latest()
-    if checkpoint is not None and not config.run.resume:
+    is_used = checkpoint is not None or files.metrics.exists()
+    # Agreed before the main rank writes there: else a late rank would find the folder used.
+    if any_rank(is_used, mesh.world, mesh.device) and not config.run.resume:
         raise UserError(
             f"run.dir: {files.folder} holds a run already; use another folder, or run.resume=true"
         )

@@ -86,8 +86,8 @@ def test_every_layout_trains_the_same_model(layout: Layout) -> None:
 def check_fp64(difference: Difference) -> None:
     """Loss, every gradient, norm, weights and codes after three steps, to 1e-9.
 
-    fp64 rounds at 1e-16, so that 1e-11 leaves room for sums over all tokens, and 1e-9 for what AdamW
-    makes of them in three steps; neither does for a missing, doubled or misplaced term.
+    fp64 rounds at 1e-16, so that 1e-11 leaves room for sums over all tokens, and 1e-9 for what
+    AdamW makes of them in three steps; neither does for a missing, doubled or misplaced term.
     """
     assert difference.loss < 1e-12
     assert difference.gradient < 1e-11, difference.gradient_name
