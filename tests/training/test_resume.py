@@ -185,6 +185,13 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def flip_last_bit(path: Path) -> None:
+    """Changes one number and leaves the file well-formed."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
 def garble(path: Path) -> None:
     path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
 
@@ -194,6 +201,7 @@ def garble(path: Path) -> None:
     [
         ("rank_00000.safetensors", cut_short, "cannot read rank_00000.safetensors"),
         ("rank_00000.safetensors", garble, "cannot read rank_00000.safetensors"),
+        ("rank_00002.safetensors", flip_last_bit, "cannot read rank_00002.safetensors"),
         ("rank_00000.safetensors", Path.unlink, "cannot read rank_00000.safetensors"),
         ("rank_00003.safetensors", cut_short, "cannot read rank_00003.safetensors (of another"),
         ("about.json", cut_short, "about.json: cannot read it"),
