@@ -74,15 +74,11 @@ class ParallelMesh:
             group = dist.new_group(ends) if pp > 1 else None
             if group is not None and rank in ends:
                 mesh.embedding = Axis("embedding", 2, ends.index(rank), group)
+        if mesh.pp.group is not None:
+            # NCCL wants the first operation of a group to be one that all of its ranks take part
+            # in, and a pipeline's messages go between neighbours only.
+            dist.all_reduce(torch.zeros(1, device=device), group=mesh.pp.group)
         return mesh
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pp.rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp.rank == self.pp.size - 1
 
     @property
     def is_main(self) -> bool:

@@ -52,23 +52,21 @@ def test_the_grid(tp: int, pp: int, dp: int) -> None:
 
 
 def test_stages_and_global_ranks() -> None:
-    def facts() -> tuple[bool, bool, bool, list[int]]:
+    def facts() -> tuple[int, bool, list[int]]:
         mesh = ParallelMesh.create(tp=1, pp=3, device=CPU)
         ranks = [mesh.pp.global_rank(i) for i in range(3)]
-        return mesh.is_first_stage, mesh.is_last_stage, mesh.is_main, ranks
+        return mesh.pp.rank, mesh.is_main, ranks
 
     assert run_ranks(facts, 3) == [
-        (True, False, True, [0, 1, 2]),
-        (False, False, False, [0, 1, 2]),
-        (False, True, False, [0, 1, 2]),
+        (0, True, [0, 1, 2]),
+        (1, False, [0, 1, 2]),
+        (2, False, [0, 1, 2]),
     ]
 
 
 def test_one_process_has_no_groups() -> None:
     mesh = ParallelMesh()
     assert all(axis == (1, 0, []) for axis in describe(mesh).values())
-    assert mesh.is_first_stage
-    assert mesh.is_last_stage
     assert mesh.is_main
     assert mesh.sent_bytes() == {"tp": 0, "pp": 0, "dp": 0}
     assert not dist.is_initialized()

@@ -1,6 +1,7 @@
 """The decoder on one process: Hugging Face's names, and a plain implementation's logits."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megabit import numerics
-from megabit.config import Config, DataConfig, ModelConfig, PrecisionConfig
+from megabit.config import Config, DataConfig, ModelConfig, PrecisionConfig, load_config
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStage, build_stage, num_parameters
 from megabit.model.mlp import _Relu2Glu
@@ -226,3 +227,10 @@ def test_samples_of_a_batch_do_not_see_each_other() -> None:
     changed[1] = (changed[1] + 1) % MODEL.vocab_size
     before, after = (stage.logits(stage(t))[:LENGTH] for t in (tokens, changed))
     assert torch.equal(before, after)
+
+
+def test_the_shape_of_bitnet_2b4t_has_its_number_of_parameters() -> None:
+    root = Path(__file__).resolve().parents[2]
+    config = load_config([str(root / "examples" / "model" / "bitnet_2b4t.yaml")])
+    # What the tensors of microsoft/bitnet-b1.58-2B-4T add up to.
+    assert num_parameters(config.model) == 2_412_820_480
