@@ -29,7 +29,7 @@ LAYOUTS = {
     "TP 2 × PP 2": (4, ["parallel.tp=2", "parallel.pp=2"]),
     "TP 2 × PP 2 × DP 2": (8, ["parallel.tp=2", "parallel.pp=2"]),
 }
-STEPS = 60
+STEPS = 80
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -70,7 +70,7 @@ def train(world_size: int, settings: list[str]) -> list[float]:
                 "train.eval_interval=0",
                 "train.save_interval=0",
                 "run.sample_tokens=0",
-                "precision.ternary_backward=compute",
+                "precision.compute=float32",
                 *settings,
             ],
             world_size,
