@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 # PYTHON=... chooses the interpreter that .venv is made with (after `make clean`).
 CANDIDATES := $(or $(PYTHON),python3 python3.12 python3.11)
 
+# `make quickstart data.text=my_texts/ train.steps=100`: what has a dot in its name is a setting.
+SETTINGS := $(foreach word,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(subst =, ,$(word)))),$(word)))
+
 # Ranks share the cores, so each one computes on one thread.
 export OMP_NUM_THREADS := 1
 
@@ -18,7 +21,7 @@ help: ## list these targets
 setup: $(STAMP) ## create .venv and install megabit with the releases of constraints.txt
 
 quickstart: setup ## train a small ternary model on Shakespeare with TP=2 x PP=2, evaluate, sample, plot
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/quickstart.sh
+	@examples/quickstart.sh $(SETTINGS)
 
 test: setup ## run all tests
 	@$(PY) -m pytest -q

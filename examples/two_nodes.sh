@@ -8,19 +8,17 @@
 # HEAD may have a port (host0:29400). On hosts with several networks, GLOO_SOCKET_IFNAME or
 # NCCL_SOCKET_IFNAME names the interface to use. Extra arguments are settings (key=value).
 set -euo pipefail
-cd "$(dirname "$0")/.."
+source "$(dirname "$0")/common.sh"
 : "${HEAD:?set HEAD to the host (or host:port) of NODE_RANK 0}"
 : "${NODE_RANK:?set NODE_RANK to 0 on HEAD and to 1, 2, ... on the others}"
 [[ $HEAD == *:* ]] || HEAD+=:29400
 NNODES=${NNODES:-2}
 NPROC=${NPROC:-4}
-[[ " $*" == *" data.text="* ]] || examples/fetch_shakespeare.sh
 settings=(
   examples/model/tiny.yaml examples/parallel/tp2_pp2_dp2.yaml examples/data/shakespeare.yaml
-  examples/recipe/quickstart.yaml run.dir=runs/two_nodes "$@"
+  examples/recipe/quickstart.yaml run.dir=runs/two_nodes "${extra[@]}"
 )
 python -m megabit config --quiet --world-size $((NNODES * NPROC)) "${settings[@]}"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # The static rendezvous is the one that looks at NODE_RANK: rank 0, which prints and writes, is on HEAD.
 exec torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
   --rdzv-backend static --rdzv-endpoint "$HEAD" -m megabit train "${settings[@]}"

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from megabit.mesh import Axis
 
+PROBLEM_BYTES = 2000
+"""As much of a message as ranks tell each other."""
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -92,6 +95,18 @@ def broadcast(x: Tensor, source: int, axis: Axis) -> Tensor:
 def any_rank(flag: bool, axis: Axis, device: torch.device) -> bool:
     """Whether ``flag`` is set on any rank of ``axis``: how ranks agree on what to do next."""
     return bool(all_reduce(torch.tensor(int(flag), device=device), axis, "max"))
+
+
+def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:
+    """What went wrong on the lowest rank of ``axis`` on which something did, or None: the same on
+    every rank, so that all of them go on or all of them stop."""
+    if not any_rank(problem is not None, axis, device):
+        return None
+    text = (problem or "").encode()[:PROBLEM_BYTES]
+    own = torch.zeros(1, PROBLEM_BYTES, dtype=torch.uint8, device=device)
+    own[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    texts = (bytes(row).rstrip(b"\0") for row in all_gather(own, axis).tolist())
+    return next(text for text in texts if text).decode(errors="replace")
 
 
 def _others_share(axis: Axis) -> float:

@@ -202,9 +202,10 @@ def test_tolerance(compute: str, linear: str) -> None:
     tolerance = Tolerance.of(config)
     assert tolerance.allows(difference())
     for name, bound in [
-        ("loss", tolerance.first_step),
-        ("gradient", tolerance.first_step),
-        ("grad_norm", tolerance.first_step),
+        ("loss", tolerance.loss),
+        ("gradient", tolerance.gradient),
+        ("grad_norm", tolerance.gradient),
+        ("weight", tolerance.weight),
         ("last_loss", tolerance.last_loss),
         ("codes_changed", tolerance.codes * 10_000),
     ]:

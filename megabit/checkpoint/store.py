@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megabit.errors import RunError, UserError
 from megabit.mesh import ParallelMesh
-from megabit.reduce import all_gather, any_rank
+from megabit.reduce import all_gather, first_problem
 
 FORMAT = "megabit checkpoint"
 VERSION = 1
@@ -62,44 +62,59 @@ class CheckpointStore:
         """
         final = self.folder / f"step_{step:08d}"
         draft = final.with_name(final.name + ".tmp")
-        self._together(f"{draft}: cannot create it", lambda: _new_folder(draft), main_only=True)
-        own = draft / self._rank_file()
-        self._together(f"{draft}: cannot write a rank's file", lambda: _write_tensors(own, tensors))
-        header = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": step,
-            "layout": self._layout(),
-            "sha256": self._gather_digests(own),
-        }
-        self._together(
-            f"{final}: cannot complete it",
-            lambda: self._publish(draft, final, {**header, **about}),
-            main_only=True,
-        )
+        try:
+            self._together(f"{draft}: cannot create it", lambda: _new_folder(draft), main_only=True)
+            own = draft / self._rank_file()
+            self._together(f"{own}: cannot write it", lambda: _write_tensors(own, tensors))
+            header = {
+                "format": FORMAT,
+                "version": VERSION,
+                "step": step,
+                "layout": self._layout(),
+                "sha256": self._gather_digests(own),
+            }
+            self._together(
+                f"{final}: cannot complete it",
+                lambda: self._publish(draft, final, {**header, **about}),
+                main_only=True,
+            )
+        except RunError:
+            if self.mesh.is_main:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
         return final
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None if there is none.
+        """The newest complete checkpoint, or None if there is none; collective over the mesh.
 
         Raises:
-            UserError: what ``latest`` names is missing or is not a checkpoint of this version.
+            UserError: what ``latest`` names is missing or is not a checkpoint of this version, or
+                hosts do not see the same one.
         """
+        checkpoint: Checkpoint | None = None
+        problem: str | None = None
         try:
-            name = (self.folder / "latest").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return None
-        path = self.folder / name / "about.json"
-        try:
-            about = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            checkpoint = self._read_latest()
+        except UserError as error:
+            problem = str(error)
+        self._refuse(problem)
+        step = torch.tensor([-1 if checkpoint is None else checkpoint.step])
+        steps = all_gather(step.to(self.mesh.device), self.mesh.world)
+        if (steps != steps[0]).any():
             raise UserError(
-                f"{path}: cannot read it ({error}); "
-                f"put the name of a complete checkpoint into {self.folder / 'latest'}"
-            ) from error
-        if about.get("format") != FORMAT or about.get("version") != VERSION:
-            raise UserError(f"{path}: is not a {FORMAT} of version {VERSION}")
-        return Checkpoint(path.parent, about)
+                f"run.dir: hosts see different checkpoints in {self.folder}; "
+                "it must be a folder that all of them share"
+            )
+        return checkpoint
+
+    def check_layout(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint of another layout."""
+        saved, own = checkpoint.about.get("layout"), self._layout()
+        if saved != own:
+            raise UserError(
+                f"{checkpoint.path}: was saved at {_format_layout(saved)}, this run is at "
+                f"{_format_layout(own)}; resume at the same layout, or use another run.dir"
+            )
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """This rank's tensors; collective over the whole mesh.
@@ -108,30 +123,49 @@ class CheckpointStore:
             UserError: on every rank, if the layout is not the one that wrote it, or any rank's file
                 is missing or damaged.
         """
-        saved, own = checkpoint.about.get("layout"), self._layout()
-        if saved != own:
-            raise UserError(
-                f"{checkpoint.path}: was saved at {_format_layout(saved)}, this run is at "
-                f"{_format_layout(own)}; resume at the same layout, or use another run.dir"
-            )
+        self.check_layout(checkpoint)
         tensors: dict[str, Tensor] = {}
-        problem: OSError | SafetensorError | ValueError | None = None
-        own_file = checkpoint.path / self._rank_file()
+        problem: str | None = None
+        path = checkpoint.path / self._rank_file()
         try:
-            if _sha256(own_file).hex() != checkpoint.about["sha256"][self.mesh.world.rank]:
-                raise ValueError("its checksum is not the one it was saved with")
-            tensors = load_file(own_file, device=str(self.mesh.device))
-        except (OSError, SafetensorError, ValueError) as error:
-            problem = error
-        failed = torch.tensor([problem is not None], device=self.mesh.device)
-        ranks = all_gather(failed, self.mesh.world).nonzero().flatten().tolist()
-        if ranks:
-            files = ", ".join(_rank_file(rank) for rank in ranks)
-            raise UserError(
-                f"{checkpoint.path}: cannot read {files} ({problem or 'of another rank'}); "
+            if _sha256(path).hex() != checkpoint.about["sha256"][self.mesh.world.rank]:
+                raise ValueError("it is not what was saved: its checksum differs")
+            tensors = load_file(path, device=str(self.mesh.device))
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
+            problem = (
+                f"{path}: cannot read it ({error}); "
                 f"put the name of a complete checkpoint into {self.folder / 'latest'}"
             )
+        self._refuse(problem)
         return tensors
+
+    def _read_latest(self) -> Checkpoint | None:
+        pointer = self.folder / "latest"
+        try:
+            name = pointer.read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        path = self.folder / name / "about.json"
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path}: cannot read it ({error}); "
+                f"put the name of a complete checkpoint into {pointer}"
+            ) from error
+        ours = isinstance(about, dict) and about.get("format") == FORMAT
+        if not ours or about.get("version") != VERSION or not isinstance(about.get("step"), int):
+            raise UserError(
+                f"{path}: is not a {FORMAT} of version {VERSION}; "
+                f"put the name of a complete checkpoint into {pointer}"
+            )
+        return Checkpoint(path.parent, about)
+
+    def _refuse(self, problem: str | None) -> None:
+        """Raise on every rank what went wrong on any."""
+        problem = first_problem(problem, self.mesh.world, self.mesh.device)
+        if problem is not None:
+            raise UserError(problem)
 
     def _gather_digests(self, own_file: Path) -> list[str]:
         """SHA-256 of every rank's file."""
@@ -156,16 +190,17 @@ class CheckpointStore:
         pointer.replace(self.folder / "latest")
         _sync(self.folder)
 
-    def _together(self, what: str, action: Any, main_only: bool = False) -> None:
+    def _together(self, what: str, action: Callable[[], object], main_only: bool = False) -> None:
         """Run ``action`` on every rank (or the main one) and fail on all if it fails on any."""
-        problem: OSError | SafetensorError | None = None
+        problem: str | None = None
         if self.mesh.is_main or not main_only:
             try:
                 action()
             except (OSError, SafetensorError) as error:
-                problem = error
-        if any_rank(problem is not None, self.mesh.world, self.mesh.device):
-            raise RunError(f"{what} ({problem or 'on another rank'})")
+                problem = f"{what} ({error})"
+        problem = first_problem(problem, self.mesh.world, self.mesh.device)
+        if problem is not None:
+            raise RunError(problem)
 
     def _rank_file(self) -> str:
         return _rank_file(self.mesh.world.rank)

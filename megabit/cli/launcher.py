@@ -77,8 +77,8 @@ def run_under_torchrun(command: Sequence[str], nproc_per_node: int) -> int:
     )
     try:
         launch("-m", "megabit", *command)
-    except SignalException:
-        return 130
+    except SignalException as error:
+        return 128 + int(error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:

@@ -47,7 +47,14 @@ def parity(
     if not words:
         raise UserError("--layouts: name at least one, such as --layouts tp=2 pp=2 dp=2 tp=2,pp=2")
     config = load_config(settings)
+    if Layout.of(config) != Layout():
+        raise UserError(
+            f"parallel: the settings have the layout {Layout.of(config)}; leave it out of them and "
+            "name it after --layouts"
+        )
     chosen = [Layout.parse(word) for word in words]
+    for layout in chosen:
+        layout.apply(config)
     tolerance = Tolerance.of(config)
     failed: list[Layout] = []
 
@@ -63,7 +70,8 @@ def parity(
     print(HEADER, flush=True)
     compare_layouts(config, chosen, steps, report)
     print(
-        f"Tolerance: first step {tolerance.first_step:.0e}, later loss {tolerance.last_loss:.0e}, "
+        f"Tolerance: first loss {tolerance.loss:.0e}, gradients and norm {tolerance.gradient:.0e}, "
+        f"later loss {tolerance.last_loss:.0e}, weights {tolerance.weight:.0e}, "
         f"codes changed {tolerance.codes:.1%}"
         + (", forward bit-equal" if tolerance.forward_is_bit_equal else "")
     )
@@ -74,7 +82,7 @@ def parity(
 
 HEADER = (
     f"{'layout':<16} {'forward':<10} {'loss':>8} {'gradient':>8} {'norm':>8} "
-    f"{'later loss':>10} {'codes changed':>16}  {'worst gradient':<36}"
+    f"{'later loss':>10} {'weights':>8} {'codes changed':>16}  {'worst gradient':<36}"
 )
 
 
@@ -85,9 +93,11 @@ def _row(difference: "Difference", verdict: str) -> str:
     return (
         f"{difference.layout!s:<16} {forward:<10} {difference.loss:>8.1e} "
         f"{difference.gradient:>8.1e} {difference.grad_norm:>8.1e} {difference.last_loss:>10.1e} "
-        f"{codes:>16}  {name:<36} {verdict}"
+        f"{difference.weight:>8.1e} {codes:>16}  {name:<36} {verdict}"
     )
 
 
 def _is_layout(word: str) -> bool:
-    return word == "sp" or word.split("=")[0] in ("tp", "pp", "dp") or word.startswith("sp,")
+    return (
+        word == "sp" or word.split("=")[0] in ("tp", "pp", "dp", "layers") or word.startswith("sp,")
+    )

@@ -15,6 +15,8 @@ from megabit.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from megabit.mesh import ParallelMesh
+
 
 def train(
     settings: Settings = None,
@@ -40,13 +42,6 @@ def train(
     launch = Launch.from_environment()
     config = load_config(settings, launch.world_size)
 
-    import torch
-
-    if launch.local_rank == 0:
-        # Before the process group: other ranks wait for it in the rendezvous, however long it
-        # takes.
-        _prepare(config, is_main=launch.rank == 0)
-
     from rich.console import Console
 
     from megabit.mesh import ParallelMesh, process_group
@@ -59,17 +54,27 @@ def train(
             mesh = ParallelMesh.create(config.parallel.tp, config.parallel.pp, device)
         else:
             mesh = ParallelMesh(device=device)
-        torch.manual_seed(config.train.seed)
+        _prepare(config, launch, mesh)
         finished = trainer.train(config, mesh, Console(quiet=not mesh.is_main))
     if not finished:
         sys.exit(130)
 
 
-def _prepare(config: Config, is_main: bool) -> None:
+def _prepare(config: Config, launch: Launch, mesh: "ParallelMesh") -> None:
+    """Let one rank of each host prepare the corpus; all fail if one does."""
     from megabit.data.prepare import prepare_corpus
+    from megabit.reduce import first_problem
 
-    report = print if is_main else lambda line: None
-    prepare_corpus(config.data, config.model.vocab_size, config.train.seed, report)
+    problem: str | None = None
+    if launch.local_rank == 0:
+        report = print if mesh.is_main else lambda line: None
+        try:
+            prepare_corpus(config.data, config.model.vocab_size, config.train.seed, report)
+        except UserError as error:
+            problem = str(error)
+    problem = first_problem(problem, mesh.world, mesh.device)
+    if problem is not None:
+        raise UserError(problem)
 
 
 def _device(config: Config, launch: Launch) -> "torch.device":

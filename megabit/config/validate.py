@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os.path
 from collections.abc import Iterator
 
 from megabit.config.schema import Config
@@ -176,6 +177,8 @@ def _train(config: Config) -> Iterator[str]:
         )
     if not 0 < data.held_out_fraction < 1:
         yield f"data.held_out_fraction: must lie between 0 and 1, not {data.held_out_fraction}"
+    if os.path.normpath(data.dir) == os.path.normpath(config.run.dir):
+        yield f"run.dir: {config.run.dir} is data.dir as well; give the run a folder of its own"
     precision = config.precision
     if precision.ternary_backward == "bfloat16" and config.model.linear == "dense":
         yield "precision.ternary_backward: has no effect with model.linear=dense; use 'compute'"

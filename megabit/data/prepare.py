@@ -66,6 +66,7 @@ def prepare_corpus(
     if current is not None:
         report(f"corpus is up to date: {folder}")
         return current
+    _refuse_other_source(folder, source)
     real = Path(os.path.realpath(folder))  # a link stays a link: what it points to is replaced
     draft = real.with_name(f".{real.name}.{secrets.token_hex(4)}")
     try:
@@ -89,6 +90,7 @@ def _existing(folder: Path, vocab_size: int) -> CorpusInfo:
         )
     corpus = load_corpus(folder)
     check_vocab(corpus, vocab_size)
+    corpus.verify()
     return corpus
 
 
@@ -102,6 +104,18 @@ def _refuse_user_files(folder: Path) -> None:
         raise UserError(
             f"data.dir: {folder} holds files that are not part of a megabit corpus "
             f"(such as {min(foreign)}); give an empty or new folder"
+        )
+
+
+def _refuse_other_source(folder: Path, source: Path) -> None:
+    """Let a corpus be replaced by one of the same text only: another takes a folder of its own."""
+    manifest = files.read_manifest(folder)
+    made_from = manifest.get("made_from") if manifest is not None else None
+    other = made_from.get("source") if isinstance(made_from, dict) else None
+    if isinstance(other, str) and os.path.realpath(other) != os.path.realpath(source):
+        raise UserError(
+            f"data.dir: {folder} holds the corpus of another text, {other}; "
+            f"give the one of {source} another folder"
         )
 
 

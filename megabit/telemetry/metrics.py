@@ -14,6 +14,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megabit.errors import UserError
+
 
 @dataclass(frozen=True)
 class IntervalMetrics:
@@ -79,9 +81,15 @@ class MetricsLog:
         if wandb_project is not None and path is not None:
             import wandb  # takes a second to import, and most runs do without
 
-            self._wandb = wandb.init(
-                project=wandb_project, dir=str(path.parent), config=dict(run_config)
-            )
+            try:
+                self._wandb = wandb.init(
+                    project=wandb_project, dir=str(path.parent), config=dict(run_config)
+                )
+            except (wandb.Error, OSError) as error:
+                raise UserError(
+                    f"run.wandb_project: cannot log there ({error}); "
+                    "log in with 'wandb login', or set WANDB_MODE=offline"
+                ) from error
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -129,9 +137,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 

@@ -9,7 +9,8 @@ point.
 
 A layer keeps its latent weight as a parameter and, beside it, the codes and scale derived from it.
 They are derived again when the parameter has changed: by the trainer for all layers at once
-(``ternarize_layers``), else by ``forward`` on first use. A microbatch never re-quantizes.
+(``ternarize_layers``), else by ``forward`` on first use. No microbatch of a trainer quantizes a
+weight again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -98,9 +99,9 @@ class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
 class BitLinear(ColumnParallelBitLinear):
     """A ternary linear layer of one process, for use in any model with any torch optimizer.
 
-    ``x […, in_features]`` → ``[…, out_features]``. No bias, as in BitNet. Codes are derived anew in
-    the forward pass after a backward pass, since fused optimizers change a weight without counting
-    a version, and after any other change that is counted (one through ``weight.data`` is not).
+    ``x […, in_features]`` → ``[…, out_features]``. No bias, as in BitNet. While its weight requires
+    a gradient, every forward pass derives the codes anew: fused optimizers change a weight without
+    counting a version. A frozen layer keeps them.
     """
 
     def __init__(
@@ -113,12 +114,12 @@ class BitLinear(ColumnParallelBitLinear):
         y = super().forward(
             x.reshape(-1, x.shape[-1]), None if absmax is None else absmax.reshape(-1, 1)
         )
-        if y.requires_grad:
-            y.register_hook(self._expect_update)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def _expect_update(self, grad: Tensor) -> None:
-        self._ternary_source = None
+    def ternary(self) -> TernaryWeight:
+        if self.weight.requires_grad:
+            self._ternary_source = None
+        return super().ternary()
 
 
 @torch.no_grad()

@@ -53,6 +53,9 @@ class ColumnParallelLinear(nn.Module):
         shard = Shard((rows.size, in_features), 0, rows, grad_is_partial=rows.is_shared)
         self.weight = ShardedParameter(shard, context.master_dtype, context.device)
 
+    def extra_repr(self) -> str:
+        return f"{self.weight.shard.shape}, rows {self.weight.shard.span}"
+
     def forward(self, x: Tensor, absmax: Tensor | None = None) -> Tensor:
         """``absmax`` is for ternary layers only, see ``ColumnParallelBitLinear``."""
         (y,) = self.forward_together([self], x, absmax)
@@ -79,6 +82,9 @@ class RowParallelLinear(nn.Module):
         self.context = context
         shard = Shard((out_features, columns.size), 1, columns)
         self.weight = ShardedParameter(shard, context.master_dtype, context.device)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shard.shape}, columns {self.weight.shard.span}"
 
     def forward(self, x: Tensor, absmax: Tensor | None = None) -> Tensor:
         """Forward sums ``y`` over TP (a reduce-scatter under sequence parallelism)."""

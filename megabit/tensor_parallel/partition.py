@@ -40,6 +40,9 @@ class Span:
     is_shared: bool = False
     """Whether parts of the dimension are held by several ranks, each on its own account."""
 
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop} of {self.size}"
+
     @property
     def width(self) -> int:
         return self.stop - self.start

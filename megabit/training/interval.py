@@ -1,5 +1,7 @@
 """From the reports of single steps on each rank to one line for all of them."""
 
+import time
+
 import torch
 
 from megabit.data.corpus import SplitInfo
@@ -18,12 +20,21 @@ class Interval:
         self._state = state
         self._reports: list[StepReport] = []
         self._seconds = 0.0
-        self._sent_before = state.mesh.sent_bytes()
+        self._sent = dict.fromkeys(state.mesh.sent_bytes(), 0.0)
+        self._started = 0.0
+        self._sent_before: dict[str, float] = {}
 
-    def add(self, report: StepReport, seconds: float) -> None:
-        """``seconds``: wall time of the step, with the wait for its data."""
+    def begin_step(self) -> None:
+        """Before the step's data is waited for; what happens between steps is not counted."""
+        self._started = time.perf_counter()
+        self._sent_before = self._state.mesh.sent_bytes()
+
+    def end_step(self, report: StepReport) -> None:
+        """After the update."""
         self._reports.append(report)
-        self._seconds += seconds
+        self._seconds += time.perf_counter() - self._started
+        for axis, total in self._state.mesh.sent_bytes().items():
+            self._sent[axis] += total - self._sent_before[axis]
 
     def metrics(self, step: int, split: SplitInfo) -> IntervalMetrics:
         """The means over the interval; collective over the world.
@@ -33,12 +44,11 @@ class Interval:
             split: the training split, for bits per byte.
         """
         mesh, count = self._state.mesh, len(self._reports)
-        sent = mesh.sent_bytes()
         zeros, codes = self._state.stage.zero_fraction()
         if mesh.dp.rank:  # every DP rank has the same codes
             zeros = codes = 0
         own = [
-            *(sent[axis] - self._sent_before[axis] for axis in sent),
+            *self._sent.values(),
             sum(report.pipeline_s for report in self._reports),
             sum(report.wait_s for report in self._reports),
             zeros,
@@ -57,6 +67,8 @@ class Interval:
             lr=self._reports[-1].lr,
             tokens_per_s=tokens / self._seconds,
             zero_fraction=zeros / codes if codes else 0.0,
-            sent_mb={axis: total / count / MB for axis, total in zip(sent, all_sent, strict=True)},
+            sent_mb={
+                axis: total / count / MB for axis, total in zip(self._sent, all_sent, strict=True)
+            },
             bubble=wait_s / pipeline_s,
         )

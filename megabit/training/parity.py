@@ -23,6 +23,7 @@ from megabit.data.sampler import TrainingSampler
 from megabit.errors import UserError
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
+from megabit.model.initialize import logical_normal
 from megabit.pipeline.execute import run_schedule
 from megabit.pipeline.schedules import make_schedule
 from megabit.tensor_parallel import Shard, ternary_layers
@@ -58,20 +59,35 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> "Layout":
-        """From ``tp=2,pp=2``; also ``sp`` for sequence parallelism."""
+        """From ``tp=2,pp=2``; ``sp`` is sequence parallelism, ``layers=3/1`` sets the stages."""
         degrees = {"tp": 1, "pp": 1, "dp": 1}
         sequence_parallel = False
-        for part in text.split(","):
+        layers: tuple[int, ...] | None = None
+        for part in map(str.strip, text.split(",")):
             key, _, value = part.partition("=")
             if part == "sp":
                 sequence_parallel = True
+            elif key == "layers" and all(count.isdigit() for count in value.split("/")):
+                layers = tuple(map(int, value.split("/")))
             elif key in degrees and value.isdigit() and int(value) > 0:
                 degrees[key] = int(value)
             else:
                 raise UserError(
-                    f"layout {text!r}: cannot read {part!r}; write it like tp=2,pp=2,sp"
+                    f"layout {text!r}: cannot read {part!r}; write it like tp=2,pp=2,sp,layers=3/1"
                 )
-        return Layout(degrees["tp"], degrees["pp"], degrees["dp"], sequence_parallel)
+        return Layout(degrees["tp"], degrees["pp"], degrees["dp"], sequence_parallel, layers)
+
+    @staticmethod
+    def of(config: Config) -> "Layout":
+        """The layout that ``config`` names; it leaves DP to the world size."""
+        parallel = config.parallel
+        stages = parallel.layers_per_stage
+        return Layout(
+            parallel.tp,
+            parallel.pp,
+            sequence_parallel=parallel.sequence_parallel,
+            layers_per_stage=None if stages is None else tuple(stages),
+        )
 
     def apply(self, config: Config) -> Config:
         """``config`` at this layout.
@@ -127,7 +143,7 @@ class Difference:
     last_loss: float
     """Of the last step, relative."""
     weight: float
-    """After the last step, the largest over the logical tensors, relative."""
+    """After the last step: the largest ‖difference‖ / ‖reference‖ of a logical tensor."""
     codes_changed: int
     """After the last step."""
     num_codes: int
@@ -143,9 +159,12 @@ class Tolerance:
     another code.
     """
 
-    first_step: float
-    """For loss, gradients and their norm."""
+    loss: float
+    """Of the first step."""
+    gradient: float
+    """Of the first step, and for the norm of the gradients."""
     last_loss: float
+    weight: float
     codes: float
     """Share of the codes that may have changed after the last step."""
     forward_is_bit_equal: bool
@@ -157,18 +176,25 @@ class Tolerance:
         # computed in another order; all sums of a ternary fp32 or bf16 forward pass are exact.
         exact = config.model.linear == "ternary" and config.precision.compute != "float64"
         if config.precision.compute == "float64":
-            return Tolerance(1e-9, 1e-9, 0.0, exact)
+            return Tolerance(1e-9, 1e-9, 1e-9, 1e-9, 0.0, exact)
+        # Losses of microbatches are added in fp32, in another grouping over DP.
+        loss = 1e-6 if exact else 1e-5
         if "bfloat16" in (config.precision.compute, config.precision.ternary_backward):
-            return Tolerance(3e-2, 1e-2, 1e-2, exact)  # gradients are rounded to bf16 (2^-9)
-        return Tolerance(1e-5, 1e-3, 1e-3, exact)  # sums of up to 2^13 fp32 terms (2^-24 each)
+            # Gradients are rounded to bf16 (2^-9) in every layer.
+            loss = max(loss, 1e-6 if exact else 1e-2)
+            return Tolerance(loss, 5e-2, 1e-2, 5e-2, 1e-2, exact)
+        # Sums of up to 2^13 fp32 terms, each rounded to 2^-24.
+        return Tolerance(loss, 1e-5, 1e-3, 1e-3, 1e-3, exact)
 
     def allows(self, difference: Difference) -> bool:
         """Whether ``difference`` is within it."""
-        first_step = (difference.loss, difference.gradient, difference.grad_norm)
         return (
             (difference.forward_is_bit_equal or not self.forward_is_bit_equal)
-            and all(value <= self.first_step for value in first_step)  # which NaN is not
+            and difference.loss <= self.loss
+            and difference.gradient <= self.gradient
+            and difference.grad_norm <= self.gradient
             and difference.last_loss <= self.last_loss
+            and difference.weight <= self.weight
             and difference.codes_changed <= self.codes * difference.num_codes
         )
 
@@ -238,7 +264,7 @@ def compare(layout: Layout, own: Record, reference: Record) -> Difference:
         gradient_name=worst,
         grad_norm=_relative_number(own.grad_norms[0], reference.grad_norms[0]),
         last_loss=_relative_number(own.losses[-1], reference.losses[-1]),
-        weight=max(_relative(own.weights[n], weight) for n, weight in reference.weights.items()),
+        weight=max(_relative_norm(own.weights[n], w) for n, w in reference.weights.items()),
         codes_changed=sum(
             int((own.codes[name] != codes).sum()) for name, codes in reference.codes.items()
         ),
@@ -294,6 +320,7 @@ def _put_together(parts: Sequence[_RankRecord]) -> Record:
 
 def _run_rank(config: Config, mesh: ParallelMesh, steps: int, samples: SampleSource) -> _RankRecord:
     state = TrainingState.create(config, mesh)
+    _vary_gains(state)
     batch = uneven_batch(config, mesh, 0, samples)
     logits = _first_logits(state, batch)
     forward_backward(state, batch)
@@ -316,6 +343,17 @@ def _run_rank(config: Config, mesh: ParallelMesh, steps: int, samples: SampleSou
         weights,
         codes,
     )
+
+
+@torch.no_grad()
+def _vary_gains(state: TrainingState) -> None:
+    """Norm gains begin as ones, which would hide what is done with them."""
+    for name, parameter in state.parameters.items():
+        shard = parameter.shard
+        if len(shard.shape) == 1:
+            start, stop = shard.span.start, shard.span.stop
+            noise = logical_normal(state.config.train.seed, name, (*shard.shape, 1), start, stop)
+            parameter.copy_(1 + 0.2 * noise[:, 0])
 
 
 def _first_logits(state: TrainingState, batch: Batch) -> Tensor | None:
@@ -354,6 +392,11 @@ def _assemble(parts: Sequence[_Owned]) -> dict[str, Tensor]:
         if seen[name] != whole.numel():
             raise AssertionError(f"{name}: ranks own {seen[name]} of {whole.numel()} elements")
     return logical
+
+
+def _relative_norm(own: Tensor, reference: Tensor) -> float:
+    own, reference = own.double(), reference.double()
+    return float(((own - reference).norm() / reference.norm()).nan_to_num(nan=math.inf))
 
 
 def _relative_number(own: float, reference: float) -> float:

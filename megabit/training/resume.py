@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megabit.checkpoint import Checkpoint, CheckpointStore
 from megabit.errors import UserError
+from megabit.pipeline.layout import stage_layouts
 from megabit.training.step import TrainingState
 
 
@@ -30,6 +31,7 @@ def restore(
     Raises:
         UserError: it belongs to another model, batch size, corpus or layout.
     """
+    store.check_layout(checkpoint)
     about = checkpoint.about
     saved, own = about.get("config"), config_identity(state)
     if not isinstance(saved, dict):
@@ -56,12 +58,18 @@ def restore(
 
 
 def config_identity(state: TrainingState) -> dict[str, Any]:
-    """The settings that may not change within a run: what the weights and the data order mean."""
+    """The settings that may not change within a run: what the weights and the data order mean.
+
+    Others may: a run goes on with another learning rate or number of steps if told so.
+    """
     config = state.config
+    stages = stage_layouts(
+        config.model.num_hidden_layers, config.parallel.pp, config.parallel.layers_per_stage
+    )
     model = {f"model.{key}": value for key, value in vars(config.model).items()}
     return {
         **model,
-        "parallel.layers_per_stage": config.parallel.layers_per_stage,
+        "parallel.layers_per_stage": [len(stage.layers) for stage in stages],
         "precision.compute": config.precision.compute,
         "data.seq_length": config.data.seq_length,
         "train.global_batch_size": config.train.global_batch_size,

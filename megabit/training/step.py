@@ -68,6 +68,10 @@ class TrainingState:
         return state
 
 
+class NonFiniteGradient(RunError):
+    """The gradient of a step is infinite or not a number."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What a step was like; the same on every rank except for the times."""
@@ -90,14 +94,14 @@ def train_step(state: TrainingState, batch: Batch, step: int) -> StepReport:
     Collective over the whole mesh.
 
     Raises:
-        RunError: on every rank, before anything is changed, if the gradient is not finite.
+        NonFiniteGradient: on every rank, before any weight is changed.
     """
     config, mesh = state.config, state.mesh
     loss_sum, num_tokens, pipeline_s, wait_s = forward_backward(state, batch)
     norm = global_norm(state.parameters.values(), mesh).item()
     if not math.isfinite(norm):
-        raise RunError(
-            f"step {step + 1}: the gradient norm is {norm}; the weights are those after step "
+        raise NonFiniteGradient(
+            f"step {step + 1}: the gradient norm is {norm}; the weights stay those after step "
             f"{step}. Lower optim.lr, or look at the data of this step"
         )
     clip(state.gradients, norm, config.optim.clip_grad_norm)

@@ -4,8 +4,8 @@ Everything that is the same on all ranks is said and written by the main one.
 """
 
 import dataclasses
+import hashlib
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +21,14 @@ from megabit.data.tokenizer import END_OF_TEXT
 from megabit.errors import UserError
 from megabit.mesh import ParallelMesh
 from megabit.model import num_parameters
-from megabit.reduce import all_gather, any_rank
+from megabit.reduce import all_gather, any_rank, first_problem
 from megabit.telemetry import MetricsLog
 from megabit.training import resume
 from megabit.training.evaluate import Evaluation, evaluate
 from megabit.training.interval import Interval
 from megabit.training.report import draw_curve, write_text
 from megabit.training.sample import sample_text
-from megabit.training.step import TrainingState, train_step
+from megabit.training.step import NonFiniteGradient, TrainingState, train_step
 from megabit.training.stop import StopSignal
 
 
@@ -72,6 +72,7 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         UserError: the corpus, the checkpoint or ``run.dir`` does not fit the configuration.
         RunError: training cannot go on.
     """
+    _check_same_settings(config, mesh)
     corpus = open_corpus(config, mesh)
     sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
     end_of_text = corpus.load_tokenizer().token_to_id(END_OF_TEXT)
@@ -90,24 +91,19 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         raise UserError(
             f"run.dir: {files.folder} holds a run already; use another folder, or run.resume=true"
         )
+    if checkpoint is not None and checkpoint.step > config.train.steps:
+        raise UserError(
+            f"train.steps: {config.train.steps} is less than the {checkpoint.step} steps that the "
+            f"run in {files.folder} has done; use at least as many, or another run.dir"
+        )
     state = TrainingState.create(config, mesh)
     step = 0
     if checkpoint is not None:
         step = resume.restore(state, store, checkpoint, corpus.fingerprint)
-    if mesh.is_main:
-        files.folder.mkdir(parents=True, exist_ok=True)
-        write_text(files.config, to_yaml(config))
+    log = _open_log(config, mesh, files, step, console)
     for line in describe(config, mesh, corpus, step):
         console.print(line, highlight=False, soft_wrap=True)
 
-    log = MetricsLog(
-        files.metrics if mesh.is_main else None,
-        step,
-        config.train.steps,
-        console,
-        config.run.wandb_project,
-        dataclasses.asdict(config),
-    )
     trainer = Trainer(state, corpus, windows, store, log)
     with log:
         step = trainer.run(sampler, step)
@@ -132,6 +128,45 @@ def open_corpus(config: Config, mesh: ParallelMesh) -> CorpusInfo:
     if (prints != prints[0]).any():
         raise UserError(f"data.dir: {config.data.dir} is not the same corpus on all hosts")
     return corpus
+
+
+def _check_same_settings(config: Config, mesh: ParallelMesh) -> None:
+    """Refuse ranks that were started with other settings: they would train different models."""
+    settings = dataclasses.asdict(config)
+    for local in ("text", "dir"):  # hosts may keep their copies of the text in other places
+        del settings["data"][local]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).unsqueeze(0)
+    digests = all_gather(own.to(mesh.device), mesh.world)
+    if (digests != digests[0]).any():
+        raise UserError("settings: ranks were started with different ones; give all hosts the same")
+
+
+def _open_log(
+    config: Config, mesh: ParallelMesh, files: RunFiles, step: int, console: Console
+) -> MetricsLog:
+    """Create ``run.dir`` and the log in it; fails on all ranks if the main one cannot."""
+    log, problem = None, None
+    try:
+        if mesh.is_main:
+            files.folder.mkdir(parents=True, exist_ok=True)
+            write_text(files.config, to_yaml(config))
+        log = MetricsLog(
+            files.metrics if mesh.is_main else None,
+            step,
+            config.train.steps,
+            console,
+            config.run.wandb_project,
+            dataclasses.asdict(config),
+        )
+    except OSError as error:
+        problem = f"run.dir: cannot write {files.folder} ({error.strerror})"
+    except UserError as error:
+        problem = str(error)
+    problem = first_problem(problem, mesh.world, mesh.device)
+    if log is None or problem is not None:
+        raise UserError(problem or "")
+    return log
 
 
 def describe(config: Config, mesh: ParallelMesh, corpus: CorpusInfo, first_step: int) -> list[str]:
@@ -177,9 +212,8 @@ class Trainer:
         try:
             with StopSignal(mesh.world, mesh.device) as stop:
                 while step < config.steps and not stop.agreed():
-                    started = time.perf_counter()
-                    report = train_step(self.state, prefetcher.next(), step)
-                    interval.add(report, time.perf_counter() - started)
+                    interval.begin_step()
+                    interval.end_step(train_step(self.state, prefetcher.next(), step))
                     step += 1
                     self.log.advance(step)
                     if _is_due(step, config.log_interval) or step == config.steps:
@@ -192,6 +226,10 @@ class Trainer:
                         saved = step
                 if step > saved:
                     self.save(step)
+        except NonFiniteGradient:
+            if step > saved:  # the weights are still good
+                self.save(step)
+            raise
         finally:
             prefetcher.close()
         return step

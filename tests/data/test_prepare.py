@@ -348,3 +348,21 @@ def test_check_vocab(tmp_path: Path) -> None:
     check_vocab(corpus, corpus.vocab_size)
     with pytest.raises(UserError, match=r"model\.vocab_size: 1 is smaller than the \d+ tokens"):
         check_vocab(corpus, 1)
+
+
+def test_the_corpus_of_another_text_is_not_replaced(tmp_path: Path) -> None:
+    make_source(tmp_path / "source")
+    run(settings(tmp_path))
+    before = content(tmp_path / "corpus")
+    other = make_source(tmp_path / "other", prefix="other ")
+    refused(settings(tmp_path, text=str(other)), "holds the corpus of another text")
+    assert content(tmp_path / "corpus") == before
+
+
+def test_without_text_every_byte_is_checked(tmp_path: Path) -> None:
+    """An .idx that moves a document's end, or ids beyond the vocabulary, have the right size."""
+    make_source(tmp_path / "source")
+    run(settings(tmp_path))
+    path = tmp_path / "corpus" / "train.bin"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    refused(settings(tmp_path, text=None), "train.bin: is damaged; prepare the corpus again")

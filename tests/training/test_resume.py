@@ -199,11 +199,11 @@ def garble(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("rank_00000.safetensors", cut_short, "cannot read rank_00000.safetensors"),
-        ("rank_00000.safetensors", garble, "cannot read rank_00000.safetensors"),
-        ("rank_00002.safetensors", flip_last_bit, "cannot read rank_00002.safetensors"),
-        ("rank_00000.safetensors", Path.unlink, "cannot read rank_00000.safetensors"),
-        ("rank_00003.safetensors", cut_short, "cannot read rank_00003.safetensors (of another"),
+        ("rank_00000.safetensors", cut_short, "rank_00000.safetensors: cannot read it"),
+        ("rank_00000.safetensors", garble, "rank_00000.safetensors: cannot read it"),
+        ("rank_00002.safetensors", flip_last_bit, "rank_00002.safetensors: cannot read it"),
+        ("rank_00000.safetensors", Path.unlink, "rank_00000.safetensors: cannot read it"),
+        ("rank_00003.safetensors", cut_short, "rank_00003.safetensors: cannot read it"),
         ("about.json", cut_short, "about.json: cannot read it"),
         ("about.json", Path.unlink, "about.json: cannot read it"),
     ],
@@ -293,6 +293,29 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(failing: int, tmp_path: Path
         return str(caught.value)
 
     messages = run_ranks(run, 2)
-    assert all("cannot write a rank's file" in message for message in messages)
-    assert "on another rank" in messages[1 - failing]
-    assert not (tmp_path / "step_00000002").exists()
+    assert all(f"rank_{failing:05d}.safetensors: cannot write it" in m for m in messages)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
+
+
+def test_fewer_steps_than_are_done_are_refused(corpus: CorpusInfo, used: Path) -> None:
+    message = refused(config_of(corpus, used, *TP2_PP2, "train.steps=3"), 4)
+    assert message.startswith("train.steps: 3 is less than the 6 steps that the run in")
+
+
+def test_a_file_for_a_run_folder_is_refused(corpus: CorpusInfo, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    message = refused(config_of(corpus, tmp_path / "file", "parallel.tp=2"), 2)
+    assert message.startswith("run.dir: cannot write")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_ranks_with_different_settings_are_refused(corpus: CorpusInfo, tmp_path: Path) -> None:
+    def run() -> str:
+        rate = 1e-3 * (1 + dist.get_rank())
+        config = config_of(corpus, tmp_path / "run", f"optim.lr=[{rate},{rate}]")
+        with pytest.raises(UserError) as caught:
+            trainer.train(config, make_mesh(config), Console(quiet=True))
+        return str(caught.value)
+
+    assert all("give all hosts the same" in message for message in run_ranks(run, 2))
+    assert not (tmp_path / "run").exists()

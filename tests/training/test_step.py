@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
         return str(caught.value)
 
     messages = run_ranks(run, world_size)
-    assert all("step 1: the gradient norm is nan" in message for message in messages)
+    assert all("step 2: the gradient norm is nan" in message for message in messages)
 
 
 @pytest.mark.parametrize(("settings", "world_size"), [((), 1), ((PP2,), 4)])

@@ -1,0 +1,64 @@
+"""What a log line says of a few steps, against what was seen while they ran."""
+
+import numpy as np
+import pytest
+
+from megabit.data.corpus import SplitInfo
+from megabit.launch import run_ranks
+from megabit.telemetry import IntervalMetrics
+from megabit.tensor_parallel import ternary_layers
+from megabit.training.interval import Interval
+from megabit.training.parity import sample_source, uneven_batch
+from megabit.training.step import TrainingState, train_step
+from tests.training.tiny import make_mesh, tiny
+
+SPLIT = SplitInfo(documents=1, tokens=100, bytes=300)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size"),
+    [((), 1), (("parallel.tp=2",), 2), (("parallel.pp=2",), 4)],
+    ids=["one", "tp2", "pp2-dp2"],
+)
+def test_metrics_of_two_steps(settings: tuple[str, ...], world_size: int) -> None:
+    config = tiny(*settings)
+    samples = sample_source(config)
+
+    def run() -> tuple[
+        IntervalMetrics, list[float], list[float], tuple[int, int], dict[str, float]
+    ]:
+        mesh = make_mesh(config)
+        state = TrainingState.create(config, mesh)
+        interval = Interval(state)
+        losses, norms = [], []
+        before = mesh.sent_bytes()
+        for step in range(2):
+            batch = uneven_batch(config, mesh, step, samples)
+            interval.begin_step()
+            report = train_step(state, batch, step)
+            interval.end_step(report)
+            losses.append(report.loss * report.num_tokens)
+            losses.append(-report.num_tokens)
+            norms.append(report.grad_norm)
+        sent = {axis: total - before[axis] for axis, total in mesh.sent_bytes().items()}
+        mesh.tp.sent_bytes += 1e9  # an evaluation between the steps and the line
+        codes = [
+            layer.weight.shard.owned(layer.ternary().codes) for layer in ternary_layers(state.stage)
+        ]
+        own = sum(int((code == 0).sum()) for code in codes), sum(code.numel() for code in codes)
+        return interval.metrics(2, SPLIT), losses, norms, own, sent
+
+    results = run_ranks(run, world_size)
+    metrics, losses, norms, _, _ = results[0]
+    assert all(result[0].loss == metrics.loss for result in results)
+    assert metrics.loss == pytest.approx(sum(losses[::2]) / -sum(losses[1::2]), rel=1e-12)
+    assert metrics.bits_per_byte == pytest.approx(metrics.loss / np.log(2) / 3, rel=1e-12)
+    assert metrics.grad_norm == pytest.approx(sum(norms) / 2, rel=1e-12)
+    # DP ranks hold the same codes, so the share is that of all ranks' codes.
+    zeros, total = (sum(result[3][i] for result in results) for i in (0, 1))
+    assert metrics.zero_fraction == pytest.approx(zeros / total, rel=1e-12)
+    for axis in ("tp", "pp", "dp"):
+        expected = sum(result[4][axis] for result in results) / 2 / 1e6
+        assert metrics.sent_mb[axis] == pytest.approx(expected, rel=1e-12)
+    assert metrics.tokens_per_s > 0
+    assert (0 < metrics.bubble < 1) if config.parallel.pp > 1 else metrics.bubble == 0
