@@ -29,7 +29,7 @@ LAYOUTS = {
     "TP 2 × PP 2": (4, ["parallel.tp=2", "parallel.pp=2"]),
     "TP 2 × PP 2 × DP 2": (8, ["parallel.tp=2", "parallel.pp=2"]),
 }
-STEPS = 80
+STEPS = 50
 ROOT = Path(__file__).resolve().parent.parent
 
 

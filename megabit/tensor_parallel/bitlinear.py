@@ -88,8 +88,7 @@ class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
 
         Args:
             absmax: ``[T, 1]``, max|x| of each token over **all** K columns, where the caller knows
-            it
-                (the norm before the layer does); else it is reduced over TP here.
+                it (the norm before the layer does); else it is reduced over TP here.
         """
         if absmax is None:
             absmax = all_reduce(_absmax(x), self.context.tp, "max")
