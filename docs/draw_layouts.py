@@ -9,6 +9,7 @@ this host, and draws the curves over each other, with their distance to one proc
 import tempfile
 from pathlib import Path
 
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -82,9 +83,8 @@ def train(world_size: int, settings: list[str]) -> list[float]:
         prepare_corpus(config.data, vocab_size, seed, report=lambda _: None)
 
         def run() -> None:
-            mesh = ParallelMesh()
-            if world_size > 1:
-                mesh = ParallelMesh.create(config.parallel.tp, config.parallel.pp, mesh.device)
+            parallel = config.parallel
+            mesh = ParallelMesh.create(parallel.tp, parallel.pp, torch.device("cpu"))
             trainer.train(config, mesh, Console(quiet=True))
 
         run_ranks(run, world_size, timeout_s=600)

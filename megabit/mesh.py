@@ -55,7 +55,13 @@ class ParallelMesh:
 
     @staticmethod
     def create(tp: int, pp: int, device: torch.device) -> "ParallelMesh":
-        """The mesh over the initialised process group; collective over the whole world."""
+        """The mesh over the initialised process group; collective over the whole world.
+
+        Without a process group, that of a world of one.
+        """
+        if not dist.is_initialized():
+            assert tp == pp == 1, "the configuration was not validated"
+            return ParallelMesh(device=device)
         world_size, rank = dist.get_world_size(), dist.get_rank()
         assert world_size % (tp * pp) == 0, "the configuration was not validated"
         grid = init_device_mesh(device.type, (pp, world_size // (tp * pp), tp), mesh_dim_names=AXES)

@@ -97,6 +97,13 @@ def any_rank(flag: bool, axis: Axis, device: torch.device) -> bool:
     return bool(all_reduce(torch.tensor(int(flag), device=device), axis, "max"))
 
 
+def is_same(value: bytes, axis: Axis, device: torch.device) -> bool:
+    """Whether all ranks of ``axis`` have the same ``value``, which is equally long on all."""
+    own = torch.frombuffer(bytearray(value), dtype=torch.uint8).unsqueeze(0).to(device)
+    values = all_gather(own, axis)
+    return bool((values == values[0]).all())
+
+
 def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:
     """What went wrong on the lowest rank of ``axis`` on which something did, or None: the same on
     every rank, so that all of them go on or all of them stop."""

@@ -139,3 +139,13 @@ def test_whether_any_rank_says_so() -> None:
     for degree in DEGREES:
         for answer in on_axis(degree, answers):
             assert answer == [False, True, True, True]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_is_same_on_every_rank(world_size: int) -> None:
+    def run() -> tuple[bool, bool]:
+        world = ParallelMesh.create(tp=1, pp=1, device=CPU).world
+        own = bytes([7, world.rank])
+        return reduce.is_same(b"alike", world, CPU), reduce.is_same(own, world, CPU)
+
+    assert run_ranks(run, world_size) == [(True, world_size == 1)] * world_size

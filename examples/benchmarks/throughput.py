@@ -63,9 +63,8 @@ def tokens_per_s(config: Config, world_size: int) -> float:
     """Median over steps, as the slowest rank sees it."""
 
     def train() -> list[float]:
-        mesh = ParallelMesh()
-        if world_size > 1:
-            mesh = ParallelMesh.create(config.parallel.tp, config.parallel.pp, mesh.device)
+        parallel = config.parallel
+        mesh = ParallelMesh.create(parallel.tp, parallel.pp, torch.device("cpu"))
         state = TrainingState.create(config, mesh)
         rng = np.random.default_rng(mesh.dp.rank)
         seconds = []

@@ -50,10 +50,7 @@ def train(
     keep_freed_memory()
     device = _device(config, launch)
     with process_group(launch.rank, launch.world_size, device, timeout=timedelta(minutes=30)):
-        if launch.world_size > 1:
-            mesh = ParallelMesh.create(config.parallel.tp, config.parallel.pp, device)
-        else:
-            mesh = ParallelMesh(device=device)
+        mesh = ParallelMesh.create(config.parallel.tp, config.parallel.pp, device)
         _prepare(config, launch, mesh)
         finished = trainer.train(config, mesh, Console(quiet=not mesh.is_main))
     if not finished:

@@ -239,9 +239,7 @@ def record_each(
     """``record`` of several configurations, one after the other in the same ranks."""
 
     def run_rank() -> list[_RankRecord]:
-        mesh = ParallelMesh()
-        if layout.world_size > 1:
-            mesh = ParallelMesh.create(layout.tp, layout.pp, mesh.device)
+        mesh = ParallelMesh.create(layout.tp, layout.pp, torch.device("cpu"))
         return [_run_rank(config, mesh, steps, samples) for config in configs]
 
     by_rank = run_ranks(run_rank, layout.world_size)

@@ -9,7 +9,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from megabit.checkpoint import CheckpointStore
@@ -21,7 +20,7 @@ from megabit.data.tokenizer import END_OF_TEXT
 from megabit.errors import UserError
 from megabit.mesh import ParallelMesh
 from megabit.model import num_parameters
-from megabit.reduce import all_gather, any_rank, first_problem
+from megabit.reduce import any_rank, first_problem, is_same
 from megabit.telemetry import MetricsLog
 from megabit.training import resume
 from megabit.training.evaluate import Evaluation, evaluate
@@ -123,9 +122,7 @@ def open_corpus(config: Config, mesh: ParallelMesh) -> CorpusInfo:
     """The prepared corpus, if it fits the model and is the same on all hosts; collective."""
     corpus = load_corpus(Path(config.data.dir))
     check_vocab(corpus, config.model.vocab_size)
-    own = torch.frombuffer(bytearray.fromhex(corpus.fingerprint), dtype=torch.uint8)
-    prints = all_gather(own.unsqueeze(0).to(mesh.device), mesh.world)
-    if (prints != prints[0]).any():
+    if not is_same(bytes.fromhex(corpus.fingerprint), mesh.world, mesh.device):
         raise UserError(f"data.dir: {config.data.dir} is not the same corpus on all hosts")
     return corpus
 
@@ -136,9 +133,7 @@ def _check_same_settings(config: Config, mesh: ParallelMesh) -> None:
     for local in ("text", "dir"):  # hosts may keep their copies of the text in other places
         del settings["data"][local]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).unsqueeze(0)
-    digests = all_gather(own.to(mesh.device), mesh.world)
-    if (digests != digests[0]).any():
+    if not is_same(digest, mesh.world, mesh.device):
         raise UserError("settings: ranks were started with different ones; give all hosts the same")
 
 
