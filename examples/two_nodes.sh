@@ -8,9 +8,10 @@
 # HEAD may have a port (host0:29400). On hosts with several networks, GLOO_SOCKET_IFNAME or
 # NCCL_SOCKET_IFNAME names the interface to use. Extra arguments are settings (key=value).
 set -euo pipefail
-source "$(dirname "$0")/common.sh"
+# Asked for before anything is downloaded or written.
 : "${HEAD:?set HEAD to the host (or host:port) of NODE_RANK 0}"
 : "${NODE_RANK:?set NODE_RANK to 0 on HEAD and to 1, 2, ... on the others}"
+source "$(dirname "$0")/common.sh"
 [[ $HEAD == *:* ]] || HEAD+=:29400
 NNODES=${NNODES:-2}
 NPROC=${NPROC:-4}
