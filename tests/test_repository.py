@@ -26,7 +26,7 @@ ORDER = (
     {"pipeline", "data_parallel", "checkpoint", "data", "telemetry", "launch"},
     {"tensor_parallel"},
     {"reduce"},
-    {"mesh", "numerics", "apex"},
+    {"mesh", "apex"},
     {"megabit_kernels"},
     {"config"},
     {"errors", "allocator"},
@@ -199,10 +199,10 @@ def test_every_part_in_the_order_exists() -> None:
     ("path", "source", "expected"),
     [
         ("megabit/model/x.py", "from megabit.tensor_parallel import y", None),
-        ("megabit/model/x.py", "from megabit import __version__, numerics", None),
+        ("megabit/model/x.py", "from megabit import __version__, mesh", None),
         ("megabit/model/x.py", "from megabit.training.z import y", "model imports"),
         ("megabit/mesh.py", "def f():\n    import megabit.reduce", "mesh imports"),
-        ("megabit/numerics.py", "from megabit import mesh", "numerics imports"),
+        ("megabit/apex.py", "from megabit import mesh", "apex imports"),
         (
             "kernels/megabit_kernels/x.py",
             "from megabit import __version__",

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megabit import numerics
 from megabit.apex import fused_rms_norm
 from megabit.mesh import Axis
 from megabit.reduce import gather_blocks, sum_blocks
 from megabit.tensor_parallel import LayerContext, Shard, ShardedParameter, Span, reduce_blocks
+from megabit_kernels import numerics
 
 
 class Normalized(NamedTuple):

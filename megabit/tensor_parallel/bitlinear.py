@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megabit import numerics
 from megabit.mesh import Axis
 from megabit.reduce import all_gather, all_reduce, own_rows, reduce_scatter
 from megabit.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 from megabit.tensor_parallel.parameter import ShardedParameter
 from megabit.tensor_parallel.partition import Span, reduce_blocks, whole
-from megabit_kernels import ternary_matmul
+from megabit_kernels import numerics, ternary_matmul
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megabit import numerics
 from megabit.mesh import Axis
 from megabit.reduce import all_reduce, gather_blocks
 from megabit.tensor_parallel.partition import Span, reduce_blocks
+from megabit_kernels import numerics
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, rows: Span, tp: Axis) -> Tensor:

@@ -12,7 +12,6 @@ import itertools
 import pytest
 import torch
 
-from megabit import numerics
 from megabit.config import Config, load_config
 from megabit.mesh import Axis
 from megabit.model import decoder
@@ -27,6 +26,7 @@ from megabit.training.parity import (
     record_each,
     sample_source,
 )
+from megabit_kernels import numerics
 
 STEPS = 3
 MODEL = [

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megabit import numerics
 from megabit.config import Config, DataConfig, ModelConfig, PrecisionConfig, load_config
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStage, build_stage, num_parameters
 from megabit.model.mlp import _Relu2Glu
 from megabit.model.rope import RotaryEmbedding, rotate
 from megabit.tensor_parallel import sharded_parameters
+from megabit_kernels import numerics
 
 BATCH, LENGTH = 2, 7
 MODEL = ModelConfig(

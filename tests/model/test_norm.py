@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megabit import numerics
 from megabit.launch import run_ranks
 from megabit.mesh import Axis, ParallelMesh
 from megabit.model.norm import RMSNorm
 from megabit.tensor_parallel import BlockPartition, LayerContext, Span, whole
+from megabit_kernels import numerics
 
 EPS = 1e-5
 TOKENS = 257

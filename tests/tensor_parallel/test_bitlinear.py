@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megabit import numerics
 from megabit.launch import run_ranks
 from megabit.mesh import Axis, ParallelMesh
 from megabit.tensor_parallel import (
@@ -21,6 +20,7 @@ from megabit.tensor_parallel import (
     Span,
     ternarize_layers,
 )
+from megabit_kernels import numerics
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

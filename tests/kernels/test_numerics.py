@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from megabit import numerics
+from megabit_kernels import numerics
 
 DTYPES = (torch.float32, torch.float64)
 MIN_SCALE = {torch.float32: np.float32(1e-5), torch.float64: np.float64(1e-5)}
