@@ -1,5 +1,38 @@
-"""Kernels of the ternary product. This package never imports ``megabit``."""
+"""Kernels for ternary weights and int8 activations: Triton on GPUs, native code on CPUs, torch anywhere.
 
-from megabit_kernels.dispatch import ternary_matmul
+``functional`` has the operations, ``weight`` what they take. This package never imports
+``megabit``.
+"""
 
-__all__ = ["ternary_matmul"]
+from megabit_kernels.dispatch import implementations
+from megabit_kernels.functional import (
+    bit_linear,
+    cross_entropy,
+    glu_rms_norm_quantize,
+    input_gradient,
+    int8_linear,
+    quantize_activation,
+    rms_norm_quantize,
+    ternary_linear,
+    ternary_matmul,
+    weight_gradient,
+)
+from megabit_kernels.weight import Int8Weight, TernaryWeight
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Int8Weight",
+    "TernaryWeight",
+    "bit_linear",
+    "cross_entropy",
+    "glu_rms_norm_quantize",
+    "implementations",
+    "input_gradient",
+    "int8_linear",
+    "quantize_activation",
+    "rms_norm_quantize",
+    "ternary_linear",
+    "ternary_matmul",
+    "weight_gradient",
+]

@@ -1,46 +1,140 @@
-"""The one place that chooses how an integer product is computed.
+"""The one table that says what computes an operation: device × M → implementation.
 
-Every way gives the same bits: ``|acc| ≤ 128 · K`` fits int32 and, up to K = 131,072, is also an
-exact fp32 integer (below 2^24) whatever the order of summation. So the choice is about time only,
-and the slowest way serves as the oracle of the others.
+Rows stand in the order of preference. A row takes a call if it is for the device, is for the layout
+that the weight is held in, and accepts the sizes; the last row of an operation takes anything. All
+implementations of an integer product give the same bits, so the choice is about time only, and the
+slowest one serves as the oracle of the others. A test or a benchmark names one instead, and the
+weight is then converted for it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
 import torch
-from torch import Tensor
 
-MAX_EXACT_K = 131_072
-"""Widest input for which 128 · K ≤ 2^24, the last integer up to which fp32 counts exactly."""
+from megabit_kernels import cpu, gpu, plain
+from megabit_kernels.conversion import Int8Layout, Layout
 
-
-def ternary_matmul(x_q: Tensor, codes: Tensor) -> Tensor:
-    """Exact product of quantized activations and ternary codes.
-
-    Args:
-        x_q: int8 ``[M, K]``.
-        codes: int8 ``[N, K]``, each −1, 0 or +1.
-
-    Returns:
-        int32 ``[M, N]``: ``Σ_k x_q[m, k] · codes[n, k]``.
-    """
-    if x_q.shape[1] > MAX_EXACT_K:
-        raise ValueError(f"K = {x_q.shape[1]} exceeds {MAX_EXACT_K}, the widest exact product")
-    # oneDNN reads the strides of dimensions of size one, which mean nothing (pytorch#195066).
-    if x_q.shape[1] > 1 and _int_mm_is_fast(x_q, codes):
-        return torch._int_mm(_plain(x_q), _plain(codes).t())
-    return torch.mm(x_q.float(), codes.float().t()).to(torch.int32)
+Operation = Literal[
+    "ternary_matmul",
+    "int8_linear",
+    "quantize_activation",
+    "rms_norm_quantize",
+    "glu_rms_norm_quantize",
+    "cross_entropy",
+]
 
 
-def _plain(x: Tensor) -> Tensor:
-    """``x`` with the strides of a fresh tensor; a copy only if it is not contiguous."""
-    return x.contiguous().flatten().view(x.shape)
+@dataclass(frozen=True)
+class Implementation:
+    """A row of the table."""
+
+    name: str
+    device: str | None
+    """A torch device type; None is any."""
+    run: Callable[..., Any]
+    layout: Layout | Int8Layout | None = None
+    """The layout of the weight that it reads; None where the operation has no weight."""
+    accepts: Callable[[int, int, int], bool] = lambda m, n, k: True
+    """Whether it computes ``[M, K] × [N, K]ᵀ`` well, or at all, on this machine."""
 
 
-def _int_mm_is_fast(x_q: Tensor, codes: Tensor) -> bool:
-    """Whether ``torch._int_mm`` beats an fp32 product; ``make bench`` prints the measurement.
+def _native(m: int, n: int, k: int) -> bool:
+    return cpu.is_available()
 
-    On the CPU it is 8 times faster than fp32 where oneDNN finds VNNI instructions, and a naive loop
-    elsewhere. On CUDA it asks for more than 16 rows, and K and N that are multiples of 8.
-    """
-    if x_q.device.type == "cpu":
-        return bool(torch.cpu._is_vnni_supported())
-    return x_q.shape[0] > 16 and x_q.shape[1] % 8 == 0 and codes.shape[0] % 8 == 0
+
+def _vnni(m: int, n: int, k: int) -> bool:
+    """``torch._int_mm`` is 8 times faster than fp32 with VNNI, and a naive loop without."""
+    return torch.cpu._is_vnni_supported()
+
+
+def _cublas_int8(m: int, n: int, k: int) -> bool:
+    return m > 16 and k % 8 == 0 and n % 8 == 0
+
+
+def _triton(m: int, n: int, k: int) -> bool:
+    return gpu.is_available()
+
+
+def _triton_decode(m: int, n: int, k: int) -> bool:
+    return m <= 16 and gpu.is_available()
+
+
+TABLE: dict[Operation, tuple[Implementation, ...]] = {
+    "ternary_matmul": (
+        Implementation("native", "cpu", cpu.ternary_product, "panels", _native),
+        Implementation("triton_split_k", "cuda", gpu.split_k_product, "planes", _triton_decode),
+        Implementation("triton", "cuda", gpu.packed_product, "planes", _triton),
+        Implementation("torch_int_mm", "cpu", plain.int_mm_product, "int8", _vnni),
+        Implementation("cublas_int8", "cuda", plain.int_mm_product, "int8", _cublas_int8),
+        Implementation("bf16", "cuda", plain.bf16_product, "int8"),
+        Implementation("torch_fp32", None, plain.fp32_product, "int8"),
+    ),
+    "int8_linear": (
+        Implementation("native", "cpu", cpu.int8_product, "int8_panels", _native),
+        Implementation("torch_int_mm", "cpu", plain.int_mm_product, "int8", _vnni),
+        Implementation("cublas_int8", "cuda", plain.int_mm_product, "int8", _cublas_int8),
+        Implementation("torch_fp32", None, plain.fp32_int8_product, "int8"),
+    ),
+    "quantize_activation": (
+        Implementation("native", "cpu", cpu.quantize_activation, accepts=_native),
+        Implementation("torch", None, plain.quantize_activation),
+    ),
+    "rms_norm_quantize": (Implementation("torch", None, plain.rms_norm_quantize),),
+    "glu_rms_norm_quantize": (Implementation("torch", None, plain.glu_rms_norm_quantize),),
+    "cross_entropy": (Implementation("torch", None, plain.cross_entropy),),
+}
+
+
+def implementations(operation: Operation, device: str | torch.device) -> tuple[str, ...]:
+    """Names of what can compute ``operation`` on a device type, in the order of preference."""
+    kind = torch.device(device).type
+    return tuple(
+        row.name
+        for row in TABLE[operation]
+        if row.device in (None, kind) and any(row.accepts(m, 64, 64) for m in (1, 64))
+    )
+
+
+def best_layout(device: torch.device) -> Layout:
+    """The layout in which a ternary weight is held on ``device``."""
+    return cast(Layout, select("ternary_matmul", device, 64, 64, 64).layout)
+
+
+def best_int8_layout(device: torch.device) -> Int8Layout:
+    """The layout in which an int8 weight is held on ``device``."""
+    return cast(Int8Layout, select("int8_linear", device, 64, 64, 64).layout)
+
+
+def layout_of(operation: Operation, name: str) -> Layout:
+    """The layout in which an implementation wants a ternary weight."""
+    return cast(Layout, _named(operation, name).layout)
+
+
+def select(
+    operation: Operation,
+    device: torch.device,
+    m: int,
+    n: int,
+    k: int,
+    layout: str | None = None,
+    name: str | None = None,
+) -> Implementation:
+    """The implementation for a call; ``layout`` is None where there is no weight yet or at all."""
+    if name is not None:
+        return _named(operation, name)
+    usable = [
+        row
+        for row in TABLE[operation]
+        if row.device in (None, device.type) and row.accepts(m, n, k)
+    ]
+    return next((row for row in usable if layout in (None, row.layout)), usable[0])
+
+
+def _named(operation: Operation, name: str) -> Implementation:
+    for row in TABLE[operation]:
+        if row.name == name:
+            return row
+    known = ", ".join(row.name for row in TABLE[operation])
+    raise ValueError(f"implementation {name!r}: {operation} has {known}")

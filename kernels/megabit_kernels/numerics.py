@@ -10,12 +10,17 @@ Sources: "The Era of 1-bit LLMs" (arXiv 2402.17764), section 2, and Microsoft's 
 - backward (straight-through): dX = dY · (γ·q); dW = dYᵀ · (x_q·s); nothing flows to γ or s
 
 ``round`` is to nearest, ties to even. Statistics are taken in fp32, or fp64 where the run is fp64.
+
+A token that holds NaN or ±Inf has s = NaN or Inf, codes of which x/s = NaN become 0 (so all are 0),
+and a product row of NaN. Other tokens are not touched by it.
 """
 
 import torch
 from torch import Tensor
 
 MIN_SCALE = 1e-5
+MAX_EXACT_K = 131_072
+"""Widest input for which 128 · K ≤ 2^24, the last integer up to which fp32 counts exactly."""
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -39,6 +44,13 @@ def ternarize(weight: Tensor, scale: Tensor) -> Tensor:
     return torch.div(weight, scale).round_().clamp_(-1, 1).to(torch.int8)
 
 
+def absmax(x: Tensor) -> Tensor:
+    """``[T, 1]``: max|x| of each token of ``x [T, K]``, in the dtype of statistics."""
+    if x.shape[-1] == 0:
+        return x.new_zeros((*x.shape[:-1], 1), dtype=stats_dtype(x.dtype))
+    return x.abs().amax(-1, keepdim=True).to(stats_dtype(x.dtype))
+
+
 def activation_scale(absmax: Tensor) -> Tensor:
     """s of each token from its largest magnitude over the whole hidden dimension."""
     return absmax.clamp_min(MIN_SCALE) / 127
@@ -46,7 +58,7 @@ def activation_scale(absmax: Tensor) -> Tensor:
 
 def quantize_activation(x: Tensor, scale: Tensor) -> Tensor:
     """int8 ``[T, K]`` of ``x [T, K]`` under one ``scale [T, 1]`` per token."""
-    return torch.div(x, scale).round_().clamp_(-128, 127).to(torch.int8)
+    return torch.div(x, scale).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8)
 
 
 def dequantize_product(acc: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -54,9 +66,15 @@ def dequantize_product(acc: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: tor
     return acc.to(x_scale.dtype).mul_(x_scale * w_scale).to(dtype)
 
 
+def absmean_scale(weight: Tensor) -> Tensor:
+    """γ of an unsharded weight: the reference for the sharded computation."""
+    sum_abs = weight.abs().sum(dtype=torch.float64)
+    return weight_scale(sum_abs, weight.numel(), stats_dtype(weight.dtype))
+
+
 def absmean_ternarize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and γ of an unsharded weight: the reference for the sharded computation."""
-    scale = weight_scale(weight.double().abs().sum(), weight.numel(), weight.dtype)
+    """Codes and γ of an unsharded weight."""
+    scale = absmean_scale(weight)
     return ternarize(weight, scale), scale
 
 
@@ -83,3 +101,19 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     dtype = stats_dtype(x.dtype)
     rstd = torch.rsqrt(x.to(dtype).square().mean(-1, keepdim=True) + eps)
     return ((x.to(dtype) * gain.to(dtype)) * rstd).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^−x) of single IEEE operations.
+
+    ``torch.sigmoid`` computes the last few elements of a tensor by other code than the rest, so its
+    bits depend on how a tensor is split over ranks.
+    """
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
+def gated_linear_unit(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``act(gate) · up``, with ReLU² (``relu2``) or SiLU (``silu``)."""
+    if activation == "relu2":
+        return gate.relu().square_().mul_(up)
+    return sigmoid(gate).mul_(gate).mul_(up)

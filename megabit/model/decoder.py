@@ -132,7 +132,7 @@ class CausalLMStage(nn.Module):
         """How many of this rank's codes are zero, and how many there are."""
         zeros = total = 0
         for layer in ternary_layers(self):
-            codes = layer.weight.shard.owned(layer.ternary().codes)
+            codes = layer.weight.shard.owned(layer.ternary().codes())
             zeros += int((codes == 0).sum())
             total += codes.numel()
         return zeros, total

@@ -9,6 +9,7 @@ from megabit.config import ModelConfig
 from megabit.model.linear import linear_types
 from megabit.model.norm import Normalized, RMSNorm
 from megabit.tensor_parallel import BlockPartition, LayerContext
+from megabit_kernels import numerics
 
 
 class MLP(nn.Module):
@@ -33,30 +34,22 @@ class MLP(nn.Module):
 
 
 class _SwiGlu(Function):
-    """``silu(gate) · up``, saving only its inputs.
-
-    ``torch.silu`` computes the last few elements of a tensor by other code than the rest, so its
-    bits depend on how the tensor is split; ``exp`` and single arithmetic operations do not.
-    """
+    """``silu(gate) · up``, saving only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _sigmoid(gate).mul_(gate).mul_(up)
+        return numerics.gated_linear_unit(gate, up, "silu")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        sigmoid = _sigmoid(gate)
+        sigmoid = numerics.sigmoid(gate)
         silu = sigmoid * gate
         d_up = grads[0] * silu
         # d silu = σ + silu · (1 − σ)
         d_silu = silu.mul_(1 - sigmoid).add_(sigmoid)
         return d_silu.mul_(up).mul_(grads[0]), d_up
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    return x.neg().exp_().add_(1).reciprocal_()
 
 
 class _Relu2Glu(Function):
@@ -65,7 +58,7 @@ class _Relu2Glu(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return gate.relu().square_().mul_(up)
+        return numerics.gated_linear_unit(gate, up, "relu2")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ from megabit.tensor_parallel.bitlinear import (
     ColumnParallelBitLinear,
     RowParallelBitLinear,
     TernaryLayer,
-    TernaryWeight,
     ternarize_layers,
     ternary_layers,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "ShardedParameter",
     "Span",
     "TernaryLayer",
-    "TernaryWeight",
     "VocabParallelEmbedding",
     "enter_column_parallel",
     "reduce_blocks",

@@ -14,7 +14,6 @@ weight again.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -27,17 +26,15 @@ from megabit.reduce import all_gather, all_reduce, own_rows, reduce_scatter
 from megabit.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 from megabit.tensor_parallel.parameter import ShardedParameter
 from megabit.tensor_parallel.partition import Span, reduce_blocks, whole
-from megabit_kernels import numerics, ternary_matmul
-
-
-@dataclass(frozen=True)
-class TernaryWeight:
-    """What a product needs of a weight: this rank's codes, and γ of the logical tensor."""
-
-    codes: Tensor
-    """int8 ``[n, k]``"""
-    scale: Tensor
-    """0-dimensional, in the master dtype"""
+from megabit_kernels import (
+    TernaryWeight,
+    input_gradient,
+    numerics,
+    quantize_activation,
+    ternary_linear,
+    ternary_matmul,
+    weight_gradient,
+)
 
 
 class TernaryLayer(nn.Module):
@@ -69,7 +66,7 @@ class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
             absmax: ``[t, 1]``, max|x| of each token where the caller knows it (a norm does).
         """
         if absmax is None:
-            absmax = _absmax(x)
+            absmax = numerics.absmax(x.detach())
         return _ColumnParallelTernary.apply(
             x,
             absmax,
@@ -90,7 +87,7 @@ class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
                 it (the norm before the layer does); else it is reduced over TP here.
         """
         if absmax is None:
-            absmax = all_reduce(_absmax(x), self.context.tp, "max")
+            absmax = all_reduce(numerics.absmax(x.detach()), self.context.tp, "max")
         return _RowParallelTernary.apply(x, absmax, self.context, self.ternary(), self.weight)
 
 
@@ -144,7 +141,7 @@ def ternarize_layers(layers: Sequence[TernaryLayer], tp: Axis) -> None:
         total += table[:, block]
     for layer, shard, sum_abs in zip(layers, shards, total, strict=True):
         scale = numerics.weight_scale(sum_abs, shard.numel, layer.weight.dtype)
-        layer._ternary = TernaryWeight(numerics.ternarize(layer.weight, scale), scale)
+        layer._ternary = TernaryWeight.from_latent(layer.weight.detach(), scale)
         layer._ternary_source = _version(layer.weight)
 
 
@@ -180,10 +177,6 @@ def _block_sums(weight: Tensor, dim: int, span: Span) -> Tensor:
     return sums * torch.tensor(owned, device=sums.device)
 
 
-def _absmax(x: Tensor) -> Tensor:
-    return x.detach().abs().amax(-1, keepdim=True).to(numerics.stats_dtype(x.dtype))
-
-
 class _ColumnParallelTernary(Function):
     @staticmethod
     def forward(
@@ -194,16 +187,12 @@ class _ColumnParallelTernary(Function):
         ternary: list[TernaryWeight],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        scale = numerics.activation_scale(absmax)
-        x_q = numerics.quantize_activation(x, scale)
+        x_q, scale = quantize_activation(x, absmax)
         if context.sequence_parallel:
             x_q, scale = all_gather(x_q, context.tp), all_gather(scale, context.tp)
         ctx.save_for_backward(x_q, scale)
         ctx.context, ctx.ternary, ctx.dtype = context, ternary, x.dtype
-        return tuple(
-            numerics.dequantize_product(ternary_matmul(x_q, w.codes), scale, w.scale, x.dtype)
-            for w in ternary
-        )
+        return tuple(ternary_linear(x_q, scale, w, x.dtype) for w in ternary)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -212,14 +201,14 @@ class _ColumnParallelTernary(Function):
         dtype = context.ternary_backward_dtype
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(grads[0], ctx.ternary[0], dtype)
+            dx = input_gradient(grads[0], ctx.ternary[0], dtype)
             for grad, w in zip(grads[1:], ctx.ternary[1:], strict=True):
-                dx += _input_gradient(grad, w, dtype)
+                dx += input_gradient(grad, w, dtype)
             reduce = reduce_scatter if context.sequence_parallel else all_reduce
             dx = reduce(dx, context.tp).to(ctx.dtype)
-        x_hat = x_q.to(dtype)
+        x_hat = x_q.to(dtype)  # once for all layers
         dw = [
-            _weight_gradient(grad, x_hat, scale, context) if needed else None
+            weight_gradient(grad, x_hat, scale, dtype).to(context.master_dtype) if needed else None
             for grad, needed in zip(grads, ctx.needs_input_grad[4:], strict=True)
         ]
         return dx, None, None, None, *dw
@@ -235,11 +224,12 @@ class _RowParallelTernary(Function):
         ternary: TernaryWeight,
         weight: Tensor,
     ) -> Tensor:
-        scale = numerics.activation_scale(absmax)
-        x_q = numerics.quantize_activation(x, scale)
+        x_q, scale = quantize_activation(x, absmax)
         ctx.save_for_backward(x_q, scale)
         ctx.context, ctx.ternary, ctx.dtype = context, ternary, x.dtype
-        acc = ternary_matmul(x_q, ternary.codes)
+        if context.tp.size == 1:
+            return ternary_linear(x_q, scale, ternary, x.dtype)
+        acc = ternary_matmul(x_q, ternary)
         if context.sequence_parallel:
             acc, scale = reduce_scatter(acc, context.tp), own_rows(scale, context.tp)
         else:
@@ -254,19 +244,7 @@ class _RowParallelTernary(Function):
         grad = all_gather(grads[0], context.tp) if context.sequence_parallel else grads[0]
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(grad, ctx.ternary, dtype).to(ctx.dtype)
+            dx = input_gradient(grad, ctx.ternary, dtype).to(ctx.dtype)
         if ctx.needs_input_grad[4]:
-            dw = _weight_gradient(grad, x_q.to(dtype), scale, context)
+            dw = weight_gradient(grad, x_q, scale, dtype).to(context.master_dtype)
         return dx, None, None, None, dw
-
-
-def _input_gradient(grad: Tensor, w: TernaryWeight, dtype: torch.dtype) -> Tensor:
-    """dX = (dY · q) · γ, with operands in ``dtype`` (codes are exact in any) → at least fp32."""
-    product = torch.mm(grad.to(dtype), w.codes.to(dtype))
-    return product.to(numerics.stats_dtype(grad.dtype)).mul_(w.scale)
-
-
-def _weight_gradient(grad: Tensor, x_q: Tensor, scale: Tensor, context: LayerContext) -> Tensor:
-    """dW = (dY · s)ᵀ · x_q, in the master dtype; int8 values are exact in bf16."""
-    scaled = (grad * scale).to(x_q.dtype)
-    return torch.mm(scaled.t(), x_q).to(context.master_dtype)

@@ -329,7 +329,7 @@ def _run_rank(config: Config, mesh: ParallelMesh, steps: int, samples: SampleSou
         train_step(state, uneven_batch(config, mesh, step, samples), step) for step in range(steps)
     ]
     weights = _owned(state, dict(state.parameters.items()))
-    code_of = {id(layer.weight): layer.ternary().codes for layer in ternary_layers(state.stage)}
+    code_of = {id(layer.weight): layer.ternary().codes() for layer in ternary_layers(state.stage)}
     codes = _owned(
         state, {n: code_of[id(p)] for n, p in state.parameters.items() if id(p) in code_of}
     )

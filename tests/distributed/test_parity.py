@@ -15,7 +15,7 @@ import torch
 from megabit.config import Config, load_config
 from megabit.mesh import Axis
 from megabit.model import decoder
-from megabit.tensor_parallel import TernaryLayer, TernaryWeight, bitlinear
+from megabit.tensor_parallel import TernaryLayer, bitlinear
 from megabit.training.parity import (
     Difference,
     Layout,
@@ -26,7 +26,7 @@ from megabit.training.parity import (
     record_each,
     sample_source,
 )
-from megabit_kernels import numerics
+from megabit_kernels import TernaryWeight
 
 STEPS = 3
 MODEL = [
@@ -173,7 +173,7 @@ def test_a_scale_of_each_shard_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
 
     def ternarize_shards(layers: list[TernaryLayer], tp: Axis) -> None:
         for layer in layers:
-            layer._ternary = TernaryWeight(*numerics.absmean_ternarize(layer.weight.detach()))
+            layer._ternary = TernaryWeight.from_latent(layer.weight.detach())
             layer._ternary_source = bitlinear._version(layer.weight)
 
     reference = one_process(*TIED)

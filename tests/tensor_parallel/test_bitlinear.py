@@ -130,7 +130,7 @@ def test_any_optimizer_of_torch_trains_it(
         optimizer.step()
         assert student.ternary() is not before
         codes, gamma = numerics.absmean_ternarize(student.weight.detach())
-        assert torch.equal(student.ternary().codes, codes)
+        assert torch.equal(student.ternary().codes(), codes)
         assert torch.equal(student.ternary().scale, gamma)
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
@@ -160,7 +160,7 @@ def test_loaded_or_converted_weights_are_quantized_anew() -> None:
         change()
         assert layer.ternary() is not before
         codes, gamma = numerics.absmean_ternarize(layer.weight.detach())
-        assert torch.equal(layer.ternary().codes, codes)
+        assert torch.equal(layer.ternary().codes(), codes)
         assert torch.equal(layer.ternary().scale, gamma)
     assert list(layer.state_dict()) == ["weight"]  # codes are derived, never stored
 
@@ -214,7 +214,7 @@ def results_of(layer: ColumnParallelBitLinear, x: Tensor, y: Tensor) -> dict[str
     assert layer.weight.grad is not None
     return {
         "y": y.detach(),
-        "codes": layer.ternary().codes,
+        "codes": layer.ternary().codes(),
         "scale": layer.ternary().scale,
         "dx": x.grad,
         "dw": layer.weight.grad,
@@ -287,7 +287,7 @@ def test_a_replica_is_counted_once_in_the_scale(degree: int) -> None:
         rows = rows.owning(rows.start, rows.stop if is_first else rows.start)
         layer = ColumnParallelBitLinear(NARROW, rows, context_of(axis, False))
         set_weight(layer, weight[rows.start : rows.stop])
-        return layer.ternary().codes, layer.ternary().scale
+        return layer.ternary().codes(), layer.ternary().scale
 
     codes, scale = numerics.absmean_ternarize(weight)
     for rank, (found_codes, found_scale) in enumerate(on_axis(degree, ternary)):
@@ -314,7 +314,7 @@ def test_all_layers_at_once_are_the_same_as_one_by_one(dtype: torch.dtype) -> No
         assert axis.sent_bytes - sent_bytes == 2 * (axis.size - 1) / axis.size * 8 * 2 * BLOCKS
         together = [layer.ternary() for layer in layers]
         return all(
-            torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
+            torch.equal(a.codes(), b.codes()) and torch.equal(a.scale, b.scale)
             for a, b in zip(one_by_one, together, strict=True)
         )
 

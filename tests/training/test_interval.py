@@ -43,7 +43,8 @@ def test_metrics_of_two_steps(settings: tuple[str, ...], world_size: int) -> Non
         sent = {axis: total - before[axis] for axis, total in mesh.sent_bytes().items()}
         mesh.tp.sent_bytes += 1e9  # an evaluation between the steps and the line
         codes = [
-            layer.weight.shard.owned(layer.ternary().codes) for layer in ternary_layers(state.stage)
+            layer.weight.shard.owned(layer.ternary().codes())
+            for layer in ternary_layers(state.stage)
         ]
         own = sum(int((code == 0).sum()) for code in codes), sum(code.numel() for code in codes)
         return interval.metrics(2, SPLIT), losses, norms, own, sent

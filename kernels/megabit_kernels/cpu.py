@@ -1,0 +1,56 @@
+"""The operations on a CPU with the native library; what it doesn't compute goes to ``plain``.
+
+The library computes in fp32 and bf16. fp64, in which runs are checked, is for ``plain``.
+"""
+
+import torch
+from torch import Tensor
+
+from megabit_kernels import native, numerics, plain
+from megabit_kernels.epilogue import Epilogue, finish
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def is_available() -> bool:
+    return native.library() is not None
+
+
+def ternary_product(x_q: Tensor, panels: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
+    """int8 ``[M, K]`` × ``panels`` → ``[M, N]``."""
+    library = native.require()
+    if epilogue is None or not epilogue.is_fp32:
+        return finish(library.ternary_matmul(x_q, panels, n), epilogue)
+    gamma = float(epilogue.w_scale)
+    return library.ternary_linear(x_q, epilogue.x_scale, panels, n, gamma, epilogue.dtype)
+
+
+def int8_product(x_q: Tensor, panels: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
+    """int8 ``[M, K]`` × int8 panels → ``[M, N]``."""
+    library = native.require()
+    if epilogue is None or not epilogue.is_fp32:
+        return finish(library.int8_matmul(x_q, panels, n), epilogue)
+    return library.int8_linear(x_q, epilogue.x_scale, panels, n, epilogue.w_scale, epilogue.dtype)
+
+
+def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``plain.quantize_activation`` in one pass over ``x``."""
+    if x.dtype not in DTYPES or (absmax is not None and absmax.dtype != torch.float32):
+        return plain.quantize_activation(x, absmax)
+    return native.require().quantize_activation(x, absmax)
+
+
+def ternarize_panels(weight: Tensor, scale: Tensor) -> Tensor:
+    """``numerics.ternarize`` of ``weight [N, K]`` → ``panels``."""
+    library = native.require()
+    if weight.dtype == scale.dtype == torch.float32:
+        return library.ternarize_panels(weight, float(scale))
+    return library.pack_panels(numerics.ternarize(weight, scale))
+
+
+def unpack_panels(panels: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """``panels`` → codes ``[N, K]`` in ``dtype``."""
+    library = native.require()
+    if dtype in (torch.int8, *DTYPES):
+        return library.unpack_panels(panels, n, k, dtype)
+    return library.unpack_panels(panels, n, k, torch.int8).to(dtype)

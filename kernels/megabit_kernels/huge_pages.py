@@ -1,0 +1,33 @@
+"""Memory for weights in huge pages, where the system has them.
+
+Reading a weight once per token is bound by DRAM, and with pages of 4 KiB also by address
+translation: on one machine 22 GB/s against 32 GB/s with pages of 2 MiB. Most systems give such
+pages only to memory that asks for them (``madvise``), which neither torch nor malloc does.
+"""
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PAGE_BYTES = 2 << 20
+MIN_BYTES = 1 << 20
+"""Smaller buffers stay ordinary: half a page would be wasted."""
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A CPU tensor of undefined values, in huge pages if it is large enough for them."""
+    count = math.prod(shape)
+    num_bytes = count * dtype.itemsize
+    if num_bytes < MIN_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    # One page more than needed, so that the buffer can begin where a huge page does. Private:
+    # shared anonymous memory follows another setting of the system. It is returned to the system
+    # with the last tensor that refers to it; pages that are never touched cost nothing.
+    pages = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    start = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+    offset = -start % PAGE_BYTES
+    return torch.frombuffer(pages, dtype=dtype, count=count, offset=offset).view(*shape)

@@ -1,0 +1,330 @@
+"""The native CPU kernels, as operations on torch tensors.
+
+Each one checks its arguments, allocates the result and calls the C library with addresses.
+Elementwise results have the bits of ``numerics``, integer results are exact. ``isa`` names the
+instruction set, for tests and benchmarks. Weights come in two layouts:
+
+- ternary ``panels``, uint8 ``[P, Q, 4, 64]``, as ``layouts`` describes;
+- ``int8 panels``, uint8 ``[P, Q, 64, 4]``, P = ⌈N/64⌉, Q = ⌈K/4⌉: entry (p, q, r, i) holds w + 128
+  of row n = 64p + r and k = 4q + i; what pads N and K is 128, a weight of zero.
+
+Both keep side by side what one vector instruction multiplies: four values of k for each of as many
+rows as a register has 32-bit lanes, so that no sum crosses lanes.
+"""
+
+import ctypes
+import functools
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megabit_kernels import huge_pages, native_abi
+from megabit_kernels.native_abi import TYPES, CLibrary
+
+MAX_K = 131_072
+"""Widest input: every sum fits int32, also 127 · 128 · K of an int8 product."""
+
+PANEL_ROWS = 64
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+@functools.cache
+def library() -> "NativeLibrary | None":
+    """The kernels, or None where they were not built or do not load; then it warns, once."""
+    try:
+        return NativeLibrary(native_abi.load())
+    except OSError as error:
+        warnings.warn(
+            f"megabit_kernels has no native CPU kernels here ({error}): on the CPU, ternary "
+            "products run through torch, several times slower; install gcc or clang, then this "
+            "package once more",
+            stacklevel=2,
+        )
+        return None
+
+
+def require() -> "NativeLibrary":
+    """The kernels, where there is no way without them."""
+    native = library()
+    if native is None:
+        raise RuntimeError("the native CPU kernels of megabit_kernels were not built or not loaded")
+    return native
+
+
+def isas() -> tuple[str, ...]:
+    """Names of the instruction sets usable here, best first; none without the library."""
+    native = library()
+    return () if native is None else tuple(native.c.isas)
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """The operations. The library computes on as many threads as torch is set to use."""
+
+    c: CLibrary
+
+    def ternary_matmul(self, x_q: Tensor, panels: Tensor, n: int, isa: str | None = None) -> Tensor:
+        """int8 ``[M, K]`` × ternary ``panels`` of ``[n, K]`` → int32 ``[M, n]``, exact."""
+        x_q, panels = _operands(x_q, panels, n, panels_shape(n, x_q.shape[-1]))
+        return self._product("ternary_product", x_q, None, panels, n, 0.0, torch.int32, isa)
+
+    def ternary_linear(
+        self,
+        x_q: Tensor,
+        x_scale: Tensor,
+        panels: Tensor,
+        n: int,
+        w_scale: float,
+        dtype: torch.dtype,
+        isa: str | None = None,
+    ) -> Tensor:
+        """The same product, times the scales: the bits of ``numerics.dequantize_product``.
+
+        Args:
+            x_q: int8 ``[M, K]``.
+            x_scale: fp32 ``[M, 1]``, s of each row.
+            panels: ternary panels of a weight ``[n, K]``.
+            w_scale: γ, a value of fp32.
+            dtype: of the result ``[M, n]``: fp32 or bf16.
+        """
+        _check_one_of("dtype", dtype, FLOATS)
+        x_q, panels = _operands(x_q, panels, n, panels_shape(n, x_q.shape[-1]))
+        x_scale = _vector("x_scale", x_scale, x_q.shape[0])
+        return self._product("ternary_product", x_q, x_scale, panels, n, w_scale, dtype, isa)
+
+    def int8_matmul(self, x_q: Tensor, panels: Tensor, n: int, isa: str | None = None) -> Tensor:
+        """int8 ``[M, K]`` × ``int8 panels`` of ``[n, K]`` → int32 ``[M, n]``, exact."""
+        x_q, panels = _operands(x_q, panels, n, int8_panels_shape(n, x_q.shape[-1]))
+        return self._product("int8_product", x_q, None, panels, n, None, torch.int32, isa)
+
+    def int8_linear(
+        self,
+        x_q: Tensor,
+        x_scale: Tensor,
+        panels: Tensor,
+        n: int,
+        w_scale: Tensor,
+        dtype: torch.dtype,
+        isa: str | None = None,
+    ) -> Tensor:
+        """The same product, times the scales: ``fp32(acc) · (s[m] · w_scale[n])``.
+
+        Args:
+            x_q: int8 ``[M, K]``.
+            x_scale: fp32 ``[M, 1]``.
+            panels: int8 panels of a weight ``[n, K]``.
+            w_scale: fp32 ``[n]``, one for each row of the weight.
+            dtype: of the result ``[M, n]``: fp32 or bf16.
+        """
+        _check_one_of("dtype", dtype, FLOATS)
+        x_q, panels = _operands(x_q, panels, n, int8_panels_shape(n, x_q.shape[-1]))
+        x_scale = _vector("x_scale", x_scale, x_q.shape[0])
+        w_scale = _vector("w_scale", w_scale, n)
+        scale = w_scale.data_ptr()
+        return self._product("int8_product", x_q, x_scale, panels, n, scale, dtype, isa)
+
+    def quantize_activation(
+        self, x: Tensor, absmax: Tensor | None = None, isa: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and scale of each row of ``x``, with the bits of ``numerics``.
+
+        A row that holds NaN or ±Inf gets that scale and codes of zero, so its products are NaN.
+
+        Args:
+            x: fp32 or bf16 ``[M, K]``.
+            absmax: fp32 ``[M, 1]``, max|x| of each row where the caller knows it.
+
+        Returns:
+            int8 ``[M, K]`` and fp32 ``[M, 1]``.
+        """
+        _check_one_of("x.dtype", x.dtype, FLOATS)
+        x = _matrix("x", x, x.dtype)
+        m, k = x.shape
+        if absmax is not None:
+            absmax = _vector("absmax", absmax, m)
+        x_q = torch.empty((m, k), dtype=torch.int8)
+        scale = torch.empty((m, 1), dtype=torch.float32)
+        self.c.run(
+            "quantize_activation",
+            isa,
+            x.data_ptr(),
+            TYPES[x.dtype],
+            None if absmax is None else absmax.data_ptr(),
+            x_q.data_ptr(),
+            scale.data_ptr(),
+            m,
+            k,
+        )
+        return x_q, scale
+
+    def ternarize_panels(
+        self, weight: Tensor, scale: float, out: Tensor | None = None, isa: str | None = None
+    ) -> Tensor:
+        """Panels of ``numerics.ternarize(weight, scale)``; NaN becomes a weight of zero.
+
+        Args:
+            weight: fp32 ``[N, K]``.
+            scale: γ, a value of fp32.
+            out: panels of an earlier call for the same shape, to be written anew.
+        """
+        weight = _matrix("weight", weight, torch.float32)
+        n, k = weight.shape
+        panels = _panels_to_fill(panels_shape(n, k), out)
+        self.c.run("ternarize_panels", isa, weight.data_ptr(), scale, panels.data_ptr(), n, k)
+        return panels
+
+    def ternarize_codes(self, weight: Tensor, scale: float, isa: str | None = None) -> Tensor:
+        """int8 ``numerics.ternarize(weight, scale)`` of fp32 ``weight`` of any shape."""
+        _check("weight", weight, torch.float32)
+        weight = weight.contiguous()
+        codes = torch.empty(weight.shape, dtype=torch.int8)
+        self.c.run(
+            "ternarize_codes", isa, weight.data_ptr(), scale, codes.data_ptr(), weight.numel()
+        )
+        return codes
+
+    def pack_panels(self, codes: Tensor, out: Tensor | None = None) -> Tensor:
+        """Panels of int8 ``codes [N, K]``, each −1, 0 or 1."""
+        codes = _matrix("codes", codes, torch.int8)
+        n, k = codes.shape
+        panels = _panels_to_fill(panels_shape(n, k), out)
+        try:
+            self.c.run("pack_panels", None, codes.data_ptr(), panels.data_ptr(), n, k)
+        except ValueError:
+            raise ValueError("codes hold values other than -1, 0 and 1") from None
+        return panels
+
+    def unpack_panels(
+        self, panels: Tensor, n: int, k: int, dtype: torch.dtype, isa: str | None = None
+    ) -> Tensor:
+        """The codes −1, 0, 1 of ternary ``panels`` as ``[n, k]`` in int8, bf16 or fp32."""
+        _check_one_of("dtype", dtype, (torch.int8, *FLOATS))
+        panels = _panels(panels, panels_shape(n, k), n, k)
+        out = torch.empty((n, k), dtype=dtype)
+        self.c.run("unpack_panels", isa, panels.data_ptr(), out.data_ptr(), TYPES[dtype], n, k)
+        return out
+
+    def count_zeros(self, panels: Tensor, n: int, k: int) -> int:
+        """How many of the ``n · k`` weights of ternary ``panels`` are zero."""
+        panels = _panels(panels, panels_shape(n, k), n, k)
+        count = ctypes.c_int64()
+        self.c.run("count_zeros", None, panels.data_ptr(), ctypes.addressof(count), n, k)
+        return count.value
+
+    def pack_int8(self, weight: Tensor) -> Tensor:
+        """``int8 panels`` of int8 ``weight [N, K]``, values −127 to 127."""
+        weight = _matrix("weight", weight, torch.int8)
+        n, k = weight.shape
+        panels = _panels_to_fill(int8_panels_shape(n, k), None)
+        try:
+            self.c.run("pack_int8", None, weight.data_ptr(), panels.data_ptr(), n, k)
+        except ValueError:
+            raise ValueError("weight holds -128; an int8 weight is -127 to 127") from None
+        return panels
+
+    def measure_dot_peak(self, seconds: float, isa: str | None = None) -> float:
+        """10⁹ multiplications and additions per second, of dot products between registers."""
+        result = ctypes.c_double()
+        self.c.run("measure_dot_peak", isa, ctypes.addressof(result), seconds)
+        return result.value
+
+    def measure_read_bandwidth(self, buffer: Tensor, repetitions: int) -> float:
+        """10⁹ bytes per second at which ``buffer`` is read: the best of some repetitions."""
+        result = ctypes.c_double()
+        self.c.run(
+            "measure_read_bandwidth",
+            None,
+            ctypes.addressof(result),
+            buffer.data_ptr(),
+            buffer.nbytes,
+            repetitions,
+        )
+        return result.value
+
+    def _product(
+        self,
+        name: str,
+        x_q: Tensor,
+        x_scale: Tensor | None,
+        panels: Tensor,
+        n: int,
+        w_scale: float | int | None,
+        dtype: torch.dtype,
+        isa: str | None,
+    ) -> Tensor:
+        m, k = x_q.shape
+        out = torch.empty((m, n), dtype=dtype)
+        self.c.run(
+            name,
+            isa,
+            x_q.data_ptr(),
+            panels.data_ptr(),
+            out.data_ptr(),
+            TYPES[dtype],
+            m,
+            n,
+            k,
+            None if x_scale is None else x_scale.data_ptr(),
+            w_scale,
+        )
+        return out
+
+
+def panels_shape(n: int, k: int) -> tuple[int, ...]:
+    """Shape of the ternary panels of a weight ``[n, k]``."""
+    return math.ceil(n / PANEL_ROWS), math.ceil(k / 16), 4, 64
+
+
+def int8_panels_shape(n: int, k: int) -> tuple[int, ...]:
+    """Shape of the int8 panels of a weight ``[n, k]``."""
+    return math.ceil(n / PANEL_ROWS), math.ceil(k / 4), PANEL_ROWS, 4
+
+
+def _operands(x_q: Tensor, panels: Tensor, n: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    x_q = _matrix("x_q", x_q, torch.int8)
+    return x_q, _panels(panels, shape, n, x_q.shape[1])
+
+
+def _matrix(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    _check(name, x, dtype)
+    if x.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have two dimensions")
+    return x.contiguous()
+
+
+def _vector(name: str, x: Tensor, count: int) -> Tensor:
+    _check(name, x, torch.float32)
+    if x.numel() != count:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {count} values")
+    return x.contiguous()
+
+
+def _panels(panels: Tensor, shape: tuple[int, ...], n: int, k: int) -> Tensor:
+    _check("panels", panels, torch.uint8)
+    if panels.shape != shape:
+        raise ValueError(f"panels have shape {tuple(panels.shape)}; for {n} × {k} it is {shape}")
+    if k > MAX_K:
+        raise ValueError(f"K = {k} exceeds {MAX_K}, the widest exact product")
+    return panels.contiguous()
+
+
+def _panels_to_fill(shape: tuple[int, ...], out: Tensor | None) -> Tensor:
+    if out is None:
+        return huge_pages.empty(shape, torch.uint8)
+    _check("out", out, torch.uint8)
+    if out.shape != shape or not out.is_contiguous():
+        raise ValueError(f"out has shape {tuple(out.shape)}; it must be {shape}, contiguous")
+    return out
+
+
+def _check(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype or x.device.type != "cpu":
+        raise TypeError(f"{name} is {x.dtype} on {x.device}; it must be {dtype} on the CPU")
+
+
+def _check_one_of(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+    if dtype not in allowed:
+        raise TypeError(f"{name} is {dtype}; it must be one of {', '.join(map(str, allowed))}")

@@ -1,0 +1,80 @@
+"""The operations in plain torch: for every device, and the oracle of the kernels.
+
+Weights are int8 codes ``[N, K]`` here. An integer product may go through floating point as long as
+no sum leaves the range in which the dtype counts exactly.
+"""
+
+import torch
+from torch import Tensor
+
+from megabit_kernels import numerics
+from megabit_kernels.epilogue import Epilogue, finish
+
+
+def int_mm_product(x_q: Tensor, weight: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
+    """``torch._int_mm``: oneDNN on the CPU, cuBLAS on CUDA.
+
+    Not for a single column: oneDNN reads strides of dimensions of size one (pytorch#195066).
+    """
+    if x_q.shape[1] < 2:
+        return fp32_product(x_q, weight, n, epilogue)
+    acc = torch._int_mm(_plain_strides(x_q), _plain_strides(weight).t())
+    return finish(acc, epilogue)
+
+
+def fp32_product(x_q: Tensor, weight: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
+    """An fp32 product of integers: exact for ternary codes while 128 · K ≤ 2^24."""
+    return finish(torch.mm(x_q.float(), weight.float().t()).to(torch.int32), epilogue)
+
+
+def fp32_int8_product(x_q: Tensor, weight: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
+    """The same for int8 weights, in parts of K that fp32 sums exactly: 128 · 128 · part ≤ 2^24."""
+    acc = torch.zeros(x_q.shape[0], n, dtype=torch.int32, device=x_q.device)
+    parts = zip(x_q.split(1024, dim=1), weight.split(1024, dim=1), strict=True)
+    for x_part, w_part in parts:
+        acc += torch.mm(x_part.float(), w_part.float().t()).to(torch.int32)
+    return finish(acc, epilogue)
+
+
+def bf16_product(x_q: Tensor, weight: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
+    """bf16 tensor cores, fp32 accumulators and output: exact by the bound of ``fp32_product``.
+
+    For cards without int8 tensor cores.
+    """
+    acc = torch.mm(x_q.bfloat16(), weight.bfloat16().t(), out_dtype=torch.float32)
+    return finish(acc.to(torch.int32), epilogue)
+
+
+def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The definition: ``numerics.activation_scale``, then ``numerics.quantize_activation``."""
+    if absmax is None:
+        absmax = numerics.absmax(x)
+    scale = numerics.activation_scale(absmax)
+    return numerics.quantize_activation(x, scale), scale
+
+
+def rms_norm_quantize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``quantize_activation(rms_norm(x))``."""
+    return quantize_activation(numerics.rms_norm(x, gain, eps), None)
+
+
+def glu_rms_norm_quantize(
+    gate: Tensor, up: Tensor, gain: Tensor, eps: float, activation: str
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm_quantize(act(gate) · up)``."""
+    return rms_norm_quantize(numerics.gated_linear_unit(gate, up, activation), gain, eps)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss of each token and log Σ exp of its logits, at least in fp32."""
+    wide = logits.to(numerics.stats_dtype(logits.dtype))
+    normalizer = wide.logsumexp(-1)
+    return normalizer - wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1), normalizer
+
+
+def _plain_strides(x: Tensor) -> Tensor:
+    """``x`` with the strides of a fresh tensor; a copy only if it is not contiguous.
+
+    oneDNN reads the strides of dimensions of size one, which mean nothing (pytorch#195066).
+    """
+    return x.contiguous().flatten().view(x.shape)

@@ -1,0 +1,142 @@
+"""The torch custom ops: traced, compiled and differentiated like torch's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megabit_kernels import (
+    Int8Weight,
+    TernaryWeight,
+    bit_linear,
+    numerics,
+    quantize_activation,
+    ternary_linear,
+)
+from megabit_kernels.conversion import Layout
+
+OPS = torch.ops.megabit
+GENERATOR_SEED = 0
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def operands(layout: Layout = "int8") -> tuple[Tensor, Tensor, TernaryWeight]:
+    x_q, x_scale = quantize_activation(randn(5, 70))
+    return x_q, x_scale, TernaryWeight.from_latent(randn(66, 70), layout=layout)
+
+
+def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Each op with arguments for it."""
+    x_q, x_scale, weight = operands()
+    panels = weight.to_layout("panels")
+    head = Int8Weight.from_float(randn(66, 70))
+    x, grad, gain = randn(5, 70), randn(5, 66), randn(70)
+    targets = torch.tensor([0, 3, 69, 5, 1])
+    bit = (weight.data, weight.scale, "int8", 70, torch.float32)
+    linear = (x_q, x_scale, panels.data, weight.scale, "panels", 66, torch.bfloat16)
+    return {
+        "quantize_activation": (OPS.quantize_activation, (x, None)),
+        "quantize_activation with absmax": (
+            OPS.quantize_activation,
+            (x, numerics.absmax(x)),
+        ),
+        "rms_norm_quantize": (OPS.rms_norm_quantize, (x, gain, 1e-5)),
+        "glu_rms_norm_quantize": (OPS.glu_rms_norm_quantize, (x, x, gain, 1e-5, "relu2")),
+        "ternary_matmul": (OPS.ternary_matmul, (x_q, panels.data, "panels", 66)),
+        "ternary_linear": (OPS.ternary_linear, linear),
+        "int8_linear": (
+            OPS.int8_linear,
+            (x_q, x_scale, head.data, head.scale, head.layout, 66, torch.float32),
+        ),
+        "lay_out": (OPS.lay_out, (weight.data, "panels")),
+        "lay_out int8": (OPS.lay_out, (weight.data, "int8")),
+        "ternarize": (OPS.ternarize, (randn(66, 70), weight.scale, "panels")),
+        "unpack": (OPS.unpack, (panels.data, "panels", 66, 70, torch.float32)),
+        "unpack int8": (OPS.unpack, (weight.data, "int8", 66, 70, torch.int8)),
+        "input_gradient": (OPS.input_gradient, (grad, *bit)),
+        "weight_gradient": (OPS.weight_gradient, (grad, x_q, x_scale, torch.float32)),
+        "cross_entropy": (OPS.cross_entropy, (randn(5, 70).requires_grad_(), targets)),
+        "bit_linear": (
+            OPS.bit_linear,
+            (randn(5, 70).requires_grad_(), randn(66, 70).requires_grad_()),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_torch_accepts_the_op(name: str) -> None:
+    """Schema, fake implementation, autograd registration and tracing, by torch's own checks."""
+    op, arguments = calls()[name]
+    torch.library.opcheck(op.default, arguments)
+
+
+def test_every_op_is_checked() -> None:
+    registered = {
+        name.split("::")[1]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("megabit::")
+    }
+    assert registered == {name.split(" ")[0] for name in calls()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 64), (2, 3, 130), (130,)])
+def test_bit_linear_is_the_textbook_layer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = randn(*shape, dtype=dtype).requires_grad_()
+    weight = randn(66, shape[-1]).requires_grad_()
+    y = bit_linear(x, weight)
+    upstream = randn(*y.shape, dtype=dtype)
+    y.backward(upstream)
+
+    textbook_x = x.detach().float().requires_grad_()
+    textbook_weight = weight.detach().clone().requires_grad_()
+    expected = numerics.fake_quantized_linear(textbook_x.view(-1, shape[-1]), textbook_weight)
+    expected.backward(upstream.float().view_as(expected))
+    assert y.dtype == x.dtype
+    assert x.grad is not None
+    assert textbook_x.grad is not None
+    # The textbook rounds each product and, in fp32, each addition; bf16 keeps 8 bits.
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, theirs in [
+        (y, expected),
+        (x.grad, textbook_x.grad),
+        (weight.grad, textbook_weight.grad),
+    ]:
+        assert theirs is not None
+        scale = theirs.abs().max()
+        difference = (ours.float().view_as(theirs) - theirs).abs().max()
+        assert difference <= tolerance * scale
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_only_wanted_gradients_are_computed(frozen: str) -> None:
+    x, weight = randn(4, 64).requires_grad_(frozen != "x"), randn(32, 64)
+    weight.requires_grad_(frozen != "weight")
+    bit_linear(x, weight).sum().backward()
+    assert (x.grad is None) == (frozen == "x")
+    assert (weight.grad is None) == (frozen == "weight")
+
+
+def test_compiled_without_a_graph_break_it_has_the_same_bits() -> None:
+    weight = randn(32, 64).requires_grad_()
+    frozen = TernaryWeight.from_latent(randn(32, 32))
+
+    def model(x: Tensor) -> Tensor:
+        hidden = bit_linear(x, weight).relu()
+        return ternary_linear(*quantize_activation(hidden.detach()), frozen, x.dtype) + hidden
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = randn(4, 64)
+    expected = model(x)
+    expected.sum().backward()
+    assert weight.grad is not None
+    gradient, weight.grad = weight.grad, None
+    y = compiled(x)
+    y.sum().backward()
+    assert torch.equal(y, expected)
+    assert torch.equal(weight.grad, gradient)
