@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+DOCUMENTS = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "kernels" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 # What makes a README command small enough for a test; each still runs as it is written.
 SMALL = {
@@ -22,12 +27,13 @@ SMALL = {
 }
 
 
-def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def code_blocks(document: Path, language: str) -> list[str]:
+    text = document.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def readme_commands() -> list[str]:
-    lines = [line for block in code_blocks("") for line in block.splitlines()]
+    lines = [line for block in code_blocks(README, "") for line in block.splitlines()]
     return [line for line in lines if line.startswith("megabit ")]
 
 
@@ -53,8 +59,9 @@ def test_readme_command_runs(line: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_readme_code_runs() -> None:
-    blocks = code_blocks("python")
+@pytest.mark.parametrize("document", ["README.md", "kernels/README.md"])
+def test_readme_code_runs(document: str) -> None:
+    blocks = code_blocks(ROOT / document, "python")
     assert blocks
     for block in blocks:
         exec(block, {})

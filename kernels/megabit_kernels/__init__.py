@@ -1,4 +1,4 @@
-"""Kernels for ternary weights and int8 activations: Triton on GPUs, native code on CPUs, torch anywhere.
+"""Kernels for ternary weights and int8 activations: Triton on GPUs, native code on CPUs, or torch.
 
 ``functional`` has the operations, ``weight`` what they take. This package never imports
 ``megabit``.

@@ -124,12 +124,14 @@ def select(
     """The implementation for a call; ``layout`` is None where there is no weight yet or at all."""
     if name is not None:
         return _named(operation, name)
-    usable = [
-        row
-        for row in TABLE[operation]
-        if row.device in (None, device.type) and row.accepts(m, n, k)
-    ]
-    return next((row for row in usable if layout in (None, row.layout)), usable[0])
+    fallback = None
+    for row in TABLE[operation]:
+        if row.device in (None, device.type) and row.accepts(m, n, k):
+            if layout in (None, row.layout):
+                return row
+            fallback = fallback or row
+    assert fallback is not None  # the last row takes anything
+    return fallback
 
 
 def _named(operation: Operation, name: str) -> Implementation:

@@ -151,7 +151,7 @@ def test_what_dispatch_chooses_reads_the_layout_that_the_weight_has() -> None:
 
 def test_an_unknown_implementation_is_refused() -> None:
     x_q, codes = random_operands(1, 64, 16)
-    with pytest.raises(ValueError, match="'fast': ternary_matmul has native, .*torch_fp32"):
+    with pytest.raises(ValueError, match=r"'fast': ternary_matmul has native, .*torch_fp32"):
         ternary_matmul(x_q, TernaryWeight.from_codes(codes, ONE), "fast")
 
 
