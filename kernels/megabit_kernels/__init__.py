@@ -4,7 +4,7 @@
 ``megabit``.
 """
 
-from megabit_kernels.dispatch import implementations
+from megabit_kernels.dispatch import implementations, product_kernel
 from megabit_kernels.functional import (
     bit_linear,
     cross_entropy,
@@ -30,6 +30,7 @@ __all__ = [
     "implementations",
     "input_gradient",
     "int8_linear",
+    "product_kernel",
     "quantize_activation",
     "rms_norm_quantize",
     "ternary_linear",

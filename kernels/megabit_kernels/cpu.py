@@ -16,6 +16,11 @@ def is_available() -> bool:
     return native.library() is not None
 
 
+def instruction_set() -> str:
+    """What the library computes with on this machine."""
+    return native.isas()[0]
+
+
 def ternary_product(x_q: Tensor, panels: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
     """int8 ``[M, K]`` × ``panels`` → ``[M, N]``."""
     library = native.require()

@@ -97,6 +97,12 @@ def implementations(operation: Operation, device: str | torch.device) -> tuple[s
     )
 
 
+def product_kernel(device: torch.device) -> str:
+    """What computes ternary products of many tokens on ``device``, in words."""
+    name = select("ternary_matmul", device, 1024, 64, 64).name
+    return f"{name} ({cpu.instruction_set()})" if name == "native" else name
+
+
 def best_layout(device: torch.device) -> Layout:
     """The layout in which a ternary weight is held on ``device``."""
     return cast(Layout, select("ternary_matmul", device, 64, 64, 64).layout)

@@ -1,6 +1,7 @@
 """``megabit train``: one process of a training job."""
 
 import sys
+import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,6 +49,8 @@ def train(
     from megabit.training import trainer
 
     keep_freed_memory()
+    if launch.local_rank:  # one rank of a host says it
+        warnings.filterwarnings("ignore", message="megabit_kernels has no native CPU kernels")
     device = _device(config, launch)
     with process_group(launch.rank, launch.world_size, device, timeout=timedelta(minutes=30)):
         mesh = ParallelMesh.create(config.parallel.tp, config.parallel.pp, device)

@@ -29,6 +29,7 @@ from megabit.training.report import draw_curve, write_text
 from megabit.training.sample import sample_text
 from megabit.training.step import NonFiniteGradient, TrainingState, train_step
 from megabit.training.stop import StopSignal
+from megabit_kernels import product_kernel
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def describe(config: Config, mesh: ParallelMesh, corpus: CorpusInfo, first_step:
         + (f", schedule {parallel.schedule}" if mesh.pp.size > 1 else "")
         + f", on {mesh.device.type} in {config.precision.compute}",
     ]
+    if model.linear == "ternary":
+        lines.append(f"Ternary products: {product_kernel(mesh.device)}")
     if first_step:
         lines.append(f"Resuming after step {first_step}")
     return lines
