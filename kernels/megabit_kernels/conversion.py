@@ -8,7 +8,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from megabit_kernels import cpu, gpu, layouts, native, numerics, packing
+from megabit_kernels import layouts, native, packing
 
 Layout = Literal["packed", "planes", "panels", "int8"]
 """How the codes of a ternary weight lie in memory, see ``packing`` and ``layouts``."""
@@ -48,7 +48,10 @@ def lay_out(codes: Tensor, layout: Layout) -> Tensor:
 def unpack(data: Tensor, layout: Layout, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """``layout`` → codes ``[N, K]`` in ``dtype``."""
     if layout == "panels" and _is_native(data):
-        return cpu.unpack_panels(data, n, k, dtype)
+        library = native.require()
+        if dtype in native.UNPACKED:
+            return library.unpack_panels(data, n, k, dtype)
+        return library.unpack_panels(data, n, k, torch.int8).to(dtype)
     if layout == "int8":
         codes = data
     elif layout == "packed":
@@ -68,19 +71,10 @@ def convert(data: Tensor, source: str, target: str | None, n: int, k: int) -> Te
     return lay_out(codes, cast(Layout, target))
 
 
-def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:
-    """``numerics.ternarize`` of a latent ``weight [N, K]`` under γ, straight into ``layout``."""
-    if layout == "panels" and _is_native(weight):
-        return cpu.ternarize_panels(weight, scale)
-    if weight.device.type == "cuda" and gpu.is_available():
-        return gpu.ternarize(weight, scale, layout)
-    return lay_out(numerics.ternarize(weight, scale), layout)
-
-
 def lay_out_int8(values: Tensor, layout: Int8Layout) -> Tensor:
     """int8 ``[N, K]``, each −127 to 127 → ``layout``."""
     return native.require().pack_int8(values) if layout == "int8_panels" else values
 
 
 def _is_native(x: Tensor) -> bool:
-    return x.device.type == "cpu" and cpu.is_available()
+    return x.device.type == "cpu" and native.library() is not None

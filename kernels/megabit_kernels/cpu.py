@@ -6,7 +6,8 @@ The library computes in fp32 and bf16. fp64, in which runs are checked, is for `
 import torch
 from torch import Tensor
 
-from megabit_kernels import native, numerics, plain
+from megabit_kernels import native, plain
+from megabit_kernels.conversion import Layout
 from megabit_kernels.epilogue import Epilogue, finish
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -45,17 +46,8 @@ def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tenso
     return native.require().quantize_activation(x, absmax)
 
 
-def ternarize_panels(weight: Tensor, scale: Tensor) -> Tensor:
-    """``numerics.ternarize`` of ``weight [N, K]`` → ``panels``."""
-    library = native.require()
-    if weight.dtype == scale.dtype == torch.float32:
-        return library.ternarize_panels(weight, float(scale))
-    return library.pack_panels(numerics.ternarize(weight, scale))
-
-
-def unpack_panels(panels: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """``panels`` → codes ``[N, K]`` in ``dtype``."""
-    library = native.require()
-    if dtype in (torch.int8, *DTYPES):
-        return library.unpack_panels(panels, n, k, dtype)
-    return library.unpack_panels(panels, n, k, torch.int8).to(dtype)
+def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+    """``plain.ternarize``, straight into panels."""
+    if layout == "panels" and weight.dtype == scale.dtype == torch.float32:
+        return native.require().ternarize_panels(weight, float(scale))
+    return plain.ternarize(weight, scale, layout)

@@ -19,10 +19,14 @@ from megabit_kernels.conversion import Int8Layout, Layout
 Operation = Literal[
     "ternary_matmul",
     "int8_linear",
+    "input_gradient",
+    "weight_gradient",
     "quantize_activation",
     "rms_norm_quantize",
     "glu_rms_norm_quantize",
+    "ternarize",
     "cross_entropy",
+    "cross_entropy_gradient",
 ]
 
 
@@ -61,6 +65,11 @@ def _triton_decode(m: int, n: int, k: int) -> bool:
     return m <= 16 and gpu.is_available()
 
 
+def _on_request(m: int, n: int, k: int) -> bool:
+    """What is approximate runs only when it is named."""
+    return False
+
+
 TABLE: dict[Operation, tuple[Implementation, ...]] = {
     "ternary_matmul": (
         Implementation("native", "cpu", cpu.ternary_product, "panels", _native),
@@ -73,17 +82,45 @@ TABLE: dict[Operation, tuple[Implementation, ...]] = {
     ),
     "int8_linear": (
         Implementation("native", "cpu", cpu.int8_product, "int8_panels", _native),
+        Implementation("triton", "cuda", gpu.int8_product, "int8", _triton),
         Implementation("torch_int_mm", "cpu", plain.int_mm_product, "int8", _vnni),
-        Implementation("cublas_int8", "cuda", plain.int_mm_product, "int8", _cublas_int8),
         Implementation("torch_fp32", None, plain.fp32_int8_product, "int8"),
+    ),
+    "input_gradient": (
+        Implementation("triton", "cuda", gpu.input_gradient, accepts=_triton),
+        Implementation("triton_int8", "cuda", gpu.int8_input_gradient, accepts=_on_request),
+        Implementation("torch", None, plain.input_gradient),
+    ),
+    "weight_gradient": (
+        Implementation("triton", "cuda", gpu.weight_gradient, accepts=_triton),
+        Implementation("torch", None, plain.weight_gradient),
     ),
     "quantize_activation": (
         Implementation("native", "cpu", cpu.quantize_activation, accepts=_native),
+        Implementation("triton", "cuda", gpu.quantize_activation, accepts=_triton),
         Implementation("torch", None, plain.quantize_activation),
     ),
-    "rms_norm_quantize": (Implementation("torch", None, plain.rms_norm_quantize),),
-    "glu_rms_norm_quantize": (Implementation("torch", None, plain.glu_rms_norm_quantize),),
-    "cross_entropy": (Implementation("torch", None, plain.cross_entropy),),
+    "rms_norm_quantize": (
+        Implementation("triton", "cuda", gpu.rms_norm_quantize, accepts=_triton),
+        Implementation("torch", None, plain.rms_norm_quantize),
+    ),
+    "glu_rms_norm_quantize": (
+        Implementation("triton", "cuda", gpu.glu_rms_norm_quantize, accepts=_triton),
+        Implementation("torch", None, plain.glu_rms_norm_quantize),
+    ),
+    "ternarize": (
+        Implementation("native", "cpu", cpu.ternarize, accepts=_native),
+        Implementation("triton", "cuda", gpu.ternarize, accepts=_triton),
+        Implementation("torch", None, plain.ternarize),
+    ),
+    "cross_entropy": (
+        Implementation("triton", "cuda", gpu.cross_entropy, accepts=_triton),
+        Implementation("torch", None, plain.cross_entropy),
+    ),
+    "cross_entropy_gradient": (
+        Implementation("triton", "cuda", gpu.cross_entropy_gradient, accepts=_triton),
+        Implementation("torch", None, plain.cross_entropy_gradient),
+    ),
 }
 
 

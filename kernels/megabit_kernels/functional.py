@@ -80,11 +80,14 @@ def ternary_linear(
     )
 
 
-def input_gradient(grad: Tensor, weight: TernaryWeight, dtype: torch.dtype) -> Tensor:
+def input_gradient(
+    grad: Tensor, weight: TernaryWeight, dtype: torch.dtype, implementation: str | None = None
+) -> Tensor:
     """dX = (dY · code) · γ: ``[M, N]`` → ``[M, K]``, at least fp32.
 
     Args:
         dtype: of the operands of the product; it holds the codes exactly.
+        implementation: ``triton_int8``, on a GPU, rounds dY to int8: faster, and approximate.
     """
     return ops.input_gradient(
         grad, weight.data, weight.scale, weight.layout, weight.shape[1], dtype
@@ -125,7 +128,7 @@ def int8_linear(
 def cross_entropy(logits: Tensor, targets: Tensor, implementation: str | None = None) -> Tensor:
     """``logits [T, V]``, int64 ``targets [T]`` → loss of each token ``[T]``, at least fp32."""
     _check("logits", logits, 2)
-    return ops.cross_entropy(logits, targets, implementation)[0]
+    return ops.cross_entropy(logits, targets)[0]
 
 
 def bit_linear(x: Tensor, weight: Tensor) -> Tensor:

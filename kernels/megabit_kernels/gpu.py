@@ -1,11 +1,18 @@
-"""The operations on a CUDA device, by the Triton kernels; Triton is imported when first used."""
+"""The operations on a CUDA device, by the Triton kernels; Triton is imported when first used.
+
+What the kernels don't compute, fp64 above all, goes to ``plain``.
+"""
 
 import importlib.util
 
 import torch
 from torch import Tensor
 
-from megabit_kernels.epilogue import Epilogue
+from megabit_kernels import plain
+from megabit_kernels.conversion import Layout, unpack
+from megabit_kernels.epilogue import Epilogue, finish
+
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def is_available() -> bool:
@@ -14,12 +21,120 @@ def is_available() -> bool:
 
 
 def packed_product(x_q: Tensor, planes: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
-    raise AssertionError
+    """int8 ``[M, K]`` × ``planes`` → ``[M, N]``."""
+    from megabit_kernels.triton import products
+
+    if epilogue is None or not epilogue.is_fp32:
+        return finish(products.packed_product(x_q, planes), epilogue)
+    return products.packed_product(x_q, planes, epilogue)
 
 
 def split_k_product(x_q: Tensor, planes: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
-    raise AssertionError
+    """``packed_product`` for M ≤ 16, the sum over K shared by several programs."""
+    from megabit_kernels.triton import products
+
+    if epilogue is None or not epilogue.is_fp32:
+        return finish(products.decode_product(x_q, planes), epilogue)
+    return products.decode_product(x_q, planes, epilogue)
 
 
-def ternarize(weight: Tensor, scale: Tensor, layout: str) -> Tensor:
-    raise AssertionError
+def int8_product(x_q: Tensor, weight: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
+    """int8 ``[M, K]`` × int8 ``[N, K]`` → ``[M, N]``."""
+    from megabit_kernels.triton import products
+
+    if epilogue is None or not epilogue.is_fp32:
+        return finish(products.int8_product(x_q, weight), epilogue)
+    return products.int8_product(x_q, weight, epilogue)
+
+
+def input_gradient(
+    grad: Tensor, data: Tensor, layout: Layout, k: int, w_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """dX with bf16 operands: codes are unpacked in registers."""
+    if dtype != torch.bfloat16 or layout not in ("planes", "int8"):
+        return plain.input_gradient(grad, data, layout, k, w_scale, dtype)
+    from megabit_kernels.triton import products
+
+    return products.input_gradient(grad.to(dtype), data, k, w_scale).to(torch.float32)
+
+
+def int8_input_gradient(
+    grad: Tensor, data: Tensor, layout: Layout, k: int, w_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """dX from dY rounded to int8, one scale for each token: approximate, twice bf16's peak."""
+    from megabit_kernels.triton import products
+
+    grad_q, scale = quantize_activation(grad, None)
+    codes_t = unpack(data, layout, grad.shape[1], k, torch.int8).t().contiguous()
+    return products.int8_product(grad_q, codes_t, Epilogue(scale, w_scale, torch.float32))
+
+
+def weight_gradient(grad: Tensor, x_q: Tensor, x_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """dW with bf16 operands, fp32 sums."""
+    if dtype != torch.bfloat16 or x_q.dtype != torch.int8 or x_scale.dtype != torch.float32:
+        return plain.weight_gradient(grad, x_q, x_scale, dtype)
+    from megabit_kernels.triton import products
+
+    return products.weight_gradient(grad.to(dtype), x_q, x_scale)
+
+
+def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``plain.quantize_activation`` in one kernel."""
+    if x.dtype not in DTYPES or (absmax is not None and absmax.dtype != torch.float32):
+        return plain.quantize_activation(x, absmax)
+    from megabit_kernels.triton import quantize
+
+    quantized = quantize.quantize_activation(x, absmax)
+    return quantized.x_q, quantized.scale
+
+
+def rms_norm_quantize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``plain.rms_norm_quantize`` in one kernel."""
+    if x.dtype not in DTYPES or gain.dtype not in DTYPES:
+        return plain.rms_norm_quantize(x, gain, eps)
+    from megabit_kernels.triton import norm_quantize
+
+    quantized = norm_quantize.rms_norm_quantize(x, gain, eps)
+    return quantized.x_q, quantized.scale
+
+
+def glu_rms_norm_quantize(
+    gate: Tensor, up: Tensor, gain: Tensor, eps: float, activation: str
+) -> tuple[Tensor, Tensor]:
+    """``plain.glu_rms_norm_quantize`` in one kernel."""
+    if gate.dtype not in DTYPES or gain.dtype not in DTYPES:
+        return plain.glu_rms_norm_quantize(gate, up, gain, eps, activation)
+    from megabit_kernels.triton import norm_quantize
+
+    quantized = norm_quantize.glu_rms_norm_quantize(gate, up, gain, eps, activation)
+    return quantized.x_q, quantized.scale
+
+
+def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+    """``plain.ternarize`` in one kernel."""
+    if weight.dtype not in DTYPES or layout == "panels":
+        return plain.ternarize(weight, scale, layout)
+    from megabit_kernels.triton import ternarize as kernels
+
+    (data,) = kernels.ternarize(weight, scale, (layout,))
+    return data
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """``plain.cross_entropy`` in one pass over the logits."""
+    if logits.dtype not in DTYPES:
+        return plain.cross_entropy(logits, targets)
+    from megabit_kernels.triton import cross_entropy as kernels
+
+    return kernels.cross_entropy_forward(logits, targets)
+
+
+def cross_entropy_gradient(
+    grad: Tensor, logits: Tensor, targets: Tensor, normalizer: Tensor
+) -> Tensor:
+    """``plain.cross_entropy_gradient`` in one pass over the logits."""
+    if logits.dtype not in DTYPES:
+        return plain.cross_entropy_gradient(grad, logits, targets, normalizer)
+    from megabit_kernels.triton import cross_entropy as kernels
+
+    return kernels.cross_entropy_backward(grad, logits, targets, normalizer)

@@ -29,6 +29,8 @@ MAX_K = 131_072
 
 PANEL_ROWS = 64
 FLOATS = (torch.float32, torch.bfloat16)
+UNPACKED = (torch.int8, *FLOATS)
+"""What ``unpack_panels`` writes."""
 
 
 @functools.cache

@@ -150,7 +150,8 @@ def lay_out(codes: Tensor, layout: str) -> Tensor:
 
 @_operation(lambda weight, scale, layout: _fake_laid_out(weight, layout))
 def ternarize(weight: Tensor, scale: Tensor, layout: str) -> Tensor:
-    return conversion.ternarize(weight, scale, cast(Layout, layout))
+    n, k = weight.shape
+    return select("ternarize", weight.device, k, n, k).run(weight, scale, layout)
 
 
 @_operation(lambda data, layout, n, k, dtype: data.new_empty(n, k, dtype=dtype))
@@ -164,24 +165,31 @@ def _fresh(result: Tensor, argument: Tensor) -> Tensor:
 
 
 @_operation(
-    lambda grad, data, w_scale, layout, k, dtype: grad.new_empty(
+    lambda grad, data, w_scale, layout, k, dtype, implementation=None: grad.new_empty(
         grad.shape[0], k, dtype=numerics.stats_dtype(grad.dtype)
     )
 )
 def input_gradient(
-    grad: Tensor, data: Tensor, w_scale: Tensor, layout: str, k: int, dtype: torch.dtype
+    grad: Tensor,
+    data: Tensor,
+    w_scale: Tensor,
+    layout: str,
+    k: int,
+    dtype: torch.dtype,
+    implementation: str | None = None,
 ) -> Tensor:
-    codes = conversion.unpack(data, cast(Layout, layout), grad.shape[1], k, dtype)
-    product = torch.mm(grad.to(dtype), codes)
-    return product.to(numerics.stats_dtype(grad.dtype)).mul_(w_scale)
+    m, n = grad.shape
+    row = select("input_gradient", grad.device, m, n, k, name=implementation)
+    return row.run(grad, data, layout, k, w_scale, dtype)
 
 
 @_operation(
     lambda grad, x_q, x_scale, dtype: grad.new_empty(grad.shape[1], x_q.shape[1], dtype=dtype)
 )
 def weight_gradient(grad: Tensor, x_q: Tensor, x_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    scaled = (grad * x_scale).to(dtype)
-    return torch.mm(scaled.t(), x_q.to(dtype))
+    m, n = grad.shape
+    row = select("weight_gradient", grad.device, m, n, x_q.shape[1])
+    return row.run(grad, x_q, x_scale, dtype)
 
 
 def _fake_bit_linear(x: Tensor, latent: Tensor) -> tuple[Tensor, ...]:
@@ -231,33 +239,36 @@ torch.library.register_autograd(
 )
 
 
-@_operation(
-    lambda logits, targets, implementation=None: (
-        logits.new_empty(logits.shape[0], dtype=numerics.stats_dtype(logits.dtype)),
-        logits.new_empty(logits.shape[0], dtype=numerics.stats_dtype(logits.dtype)),
-    )
-)
-def cross_entropy(
-    logits: Tensor, targets: Tensor, implementation: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and log Σ exp of its logits, which backward needs."""
+def _fake_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = numerics.stats_dtype(logits.dtype)
+    tokens = logits.shape[0]
+    return logits.new_empty(tokens, dtype=dtype), logits.new_empty(tokens, 2, dtype=dtype)
+
+
+@_operation(_fake_cross_entropy)
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and what its gradient needs."""
     t, v = logits.shape
-    row = select("cross_entropy", logits.device, t, v, 1, name=implementation)
-    return row.run(logits, targets)
+    return select("cross_entropy", logits.device, t, v, 1).run(logits, targets)
+
+
+@_operation(lambda grad, logits, targets, normalizer: torch.empty_like(logits))
+def cross_entropy_gradient(
+    grad: Tensor, logits: Tensor, targets: Tensor, normalizer: Tensor
+) -> Tensor:
+    t, v = logits.shape
+    row = select("cross_entropy_gradient", logits.device, t, v, 1)
+    return row.run(grad, logits, targets, normalizer)
 
 
 def _save_for_cross_entropy(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 ) -> None:
-    logits, targets, *_ = inputs
-    ctx.save_for_backward(logits, targets, output[1])
+    ctx.save_for_backward(*inputs, output[1])
 
 
-def _cross_entropy_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-    logits, targets, normalizer = ctx.saved_tensors
-    grad = (logits - normalizer.unsqueeze(-1)).exp() * (grads[0] + grads[1]).unsqueeze(-1)
-    grad = grad.scatter_add(-1, targets.unsqueeze(-1), -grads[0].unsqueeze(-1))
-    return grad.to(logits.dtype), None, None
+def _cross_entropy_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    return cross_entropy_gradient(grads[0].contiguous(), *ctx.saved_tensors), None
 
 
 torch.library.register_autograd(

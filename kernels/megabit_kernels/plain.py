@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megabit_kernels import numerics
+from megabit_kernels.conversion import Layout, lay_out, unpack
 from megabit_kernels.epilogue import Epilogue, finish
 
 
@@ -65,11 +66,43 @@ def glu_rms_norm_quantize(
     return rms_norm_quantize(numerics.gated_linear_unit(gate, up, activation), gain, eps)
 
 
+def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+    """``numerics.ternarize`` of a latent ``weight [N, K]`` under γ, in ``layout``."""
+    return lay_out(numerics.ternarize(weight, scale), layout)
+
+
+def input_gradient(
+    grad: Tensor, data: Tensor, layout: Layout, k: int, w_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """dX = (dY · code) · γ, with operands in ``dtype``."""
+    codes = unpack(data, layout, grad.shape[1], k, dtype)
+    product = torch.mm(grad.to(dtype), codes)
+    return product.to(numerics.stats_dtype(grad.dtype)).mul_(w_scale)
+
+
+def weight_gradient(grad: Tensor, x_q: Tensor, x_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """dW = (dY · s)ᵀ · x_q, with operands in ``dtype``."""
+    scaled = (grad * x_scale).to(dtype)
+    return torch.mm(scaled.t(), x_q.to(dtype))
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of each token and log Σ exp of its logits, at least in fp32."""
+    """Loss of each token ``[T]``, and ``[T, 2]``: its largest logit, Σ exp relative to that."""
     wide = logits.to(numerics.stats_dtype(logits.dtype))
-    normalizer = wide.logsumexp(-1)
-    return normalizer - wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1), normalizer
+    largest = wide.amax(-1)
+    total = (wide - largest.unsqueeze(-1)).exp_().sum(-1)
+    target = wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return total.log() - (target - largest), torch.stack([largest, total], -1)
+
+
+def cross_entropy_gradient(
+    grad: Tensor, logits: Tensor, targets: Tensor, normalizer: Tensor
+) -> Tensor:
+    """(softmax − one-hot) · grad, in the dtype of ``logits``."""
+    largest, total = normalizer.unsqueeze(-1).unbind(1)
+    result = (logits.to(normalizer.dtype) - largest).exp_().mul_(grad.unsqueeze(-1) / total)
+    result.scatter_add_(-1, targets.unsqueeze(-1), -grad.unsqueeze(-1))
+    return result.to(logits.dtype)
 
 
 def _plain_strides(x: Tensor) -> Tensor:

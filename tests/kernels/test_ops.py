@@ -10,6 +10,7 @@ from megabit_kernels import (
     Int8Weight,
     TernaryWeight,
     bit_linear,
+    cross_entropy,
     numerics,
     quantize_activation,
     ternary_linear,
@@ -61,6 +62,10 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "input_gradient": (OPS.input_gradient, (grad, *bit)),
         "weight_gradient": (OPS.weight_gradient, (grad, x_q, x_scale, torch.float32)),
         "cross_entropy": (OPS.cross_entropy, (randn(5, 70).requires_grad_(), targets)),
+        "cross_entropy_gradient": (
+            OPS.cross_entropy_gradient,
+            (randn(5), x, targets, OPS.cross_entropy(x, targets)[1]),
+        ),
         "bit_linear": (
             OPS.bit_linear,
             (randn(5, 70).requires_grad_(), randn(66, 70).requires_grad_()),
@@ -111,6 +116,22 @@ def test_bit_linear_is_the_textbook_layer(shape: tuple[int, ...], dtype: torch.d
         scale = theirs.abs().max()
         difference = (ours.float().view_as(theirs) - theirs).abs().max()
         assert difference <= tolerance * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_cross_entropy_is_that_of_torch(dtype: torch.dtype) -> None:
+    logits = (randn(5, 70, dtype=dtype) * 30).requires_grad_()
+    wide = logits.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    targets = torch.tensor([0, 3, 69, 5, 1])
+    upstream = randn(5, dtype=wide.dtype)
+    losses = cross_entropy(logits, targets)
+    expected = torch.nn.functional.cross_entropy(wide, targets, reduction="none")
+    losses.backward(upstream)
+    expected.backward(upstream)
+    assert logits.grad is not None
+    assert logits.grad.dtype == dtype
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(logits.grad, wide.grad.to(dtype))
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])

@@ -1,0 +1,1 @@
+"""Kernels for GPUs, written in Triton. Nothing here is imported before a GPU (or a test) asks."""

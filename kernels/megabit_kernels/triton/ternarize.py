@@ -1,0 +1,220 @@
+# mypy: allow-untyped-decorators
+"""Latent weights to ternary codes: γ by one reduction, then every layout from one reading.
+
+γ never leaves the device, so nothing waits for the host. Σ|W| is taken in fp64 over pieces of fixed
+size, and the pieces are added in their order, so its bits depend on nothing but W.
+
+A code needs no division: round(W/γ) > 0 exactly where W > γ/2. Were W the next number above γ/2,
+W/γ would lie above 1/2 by more than half a unit in the last place and so not be rounded to the tie.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megabit_kernels import numerics
+from megabit_kernels.triton.arithmetic import FLOATS
+from megabit_kernels.triton.compile_spec import CompileSpec
+from megabit_kernels.triton.launch import on_one_device
+
+Output = Literal["planes", "packed", "int8", "bf16"]
+"""Where codes can go: the layouts, and bf16 for a product in floating point."""
+
+PIECE = 65_536
+"""Weights that one program adds up."""
+STEP = 4096
+ROWS = 16
+COLUMNS = tl.constexpr(256)
+"""Columns of a tile: one block of ``planes``."""
+
+
+def absmean_scale(weight: Tensor) -> Tensor:
+    """γ of an unsharded ``weight`` (fp32 or bf16, any shape), as ``numerics.absmean_scale``.
+
+    Returns:
+        0-dimensional, fp32.
+    """
+    return numerics.weight_scale(sum_of_magnitudes(weight), weight.numel(), torch.float32)
+
+
+def sum_of_magnitudes(weight: Tensor) -> Tensor:
+    """Σ|W| of ``weight``, fp32 or bf16 of any shape: fp64, 0-dimensional."""
+    _check_dtype(weight)
+    on_one_device(weight=weight)
+    weight = weight.contiguous()
+    pieces = torch.empty(
+        triton.cdiv(weight.numel(), PIECE), dtype=torch.float64, device=weight.device
+    )
+    if weight.numel() > 0:
+        with torch.cuda.device_of(weight):
+            _sum_magnitudes_kernel[pieces.shape](
+                weight, pieces, weight.numel(), PIECE, STEP, num_warps=8
+            )
+    return pieces.sum()
+
+
+def ternarize(weight: Tensor, scale: Tensor, outputs: Sequence[Output]) -> tuple[Tensor, ...]:
+    """``numerics.ternarize`` into one or more layouts at once, the same bits.
+
+    Args:
+        weight: fp32 or bf16 ``[N, K]``.
+        scale: γ, 0-dimensional, fp32 or of the weight's dtype.
+        outputs: what is wanted, each once.
+
+    Returns:
+        In the order of ``outputs``: ``planes`` uint8 ``[N, 64 · ceil(K/256)]``, ``packed`` uint8
+        ``[N, ceil(K/4)]``, ``int8`` and ``bf16`` ``[N, K]``.
+    """
+    _check_dtype(weight)
+    on_one_device(weight=weight, scale=scale)
+    if weight.dim() != 2:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: [N, K] is wanted")
+    if scale.numel() != 1:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}: one number is wanted")
+    if scale.dtype not in (torch.float32, weight.dtype):
+        raise TypeError(f"scale is {scale.dtype}: torch.float32 or {weight.dtype} is wanted")
+    unknown = [output for output in outputs if output not in get_args(Output)]
+    if unknown or len(set(outputs)) != len(outputs):
+        raise ValueError(f"outputs is {tuple(outputs)}: each of {get_args(Output)} at most once")
+    n, k = weight.shape
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    results: dict[Output, Tensor] = {output: _empty(output, weight) for output in outputs}
+    if weight.numel() > 0:
+        with torch.cuda.device_of(weight):
+            _ternarize_kernel[triton.cdiv(n, ROWS), triton.cdiv(k, COLUMNS.value)](
+                weight,
+                scale,
+                *(results.get(output) for output in get_args(Output)),
+                n,
+                k,
+                weight.stride(0),
+                triton.cdiv(k, 4),
+                ROWS,
+                num_warps=4,
+            )
+    return tuple(results.values())
+
+
+@triton.jit
+def _sum_magnitudes_kernel(
+    weight_ptr: tl.tensor,
+    pieces_ptr: tl.tensor,
+    numel: tl.tensor,
+    PIECE: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    piece = tl.program_id(0)
+    start = piece.to(tl.int64) * PIECE
+    total = tl.zeros((STEP,), tl.float64)
+    for offset in range(0, PIECE, STEP):
+        index = start + offset + tl.arange(0, STEP)
+        weight = tl.load(weight_ptr + index, mask=index < numel, other=0.0)
+        total += tl.abs(weight.to(tl.float32)).to(tl.float64)
+    tl.store(pieces_ptr + piece, tl.sum(total))
+
+
+@triton.jit
+def _ternarize_kernel(
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    packed_ptr: tl.tensor,
+    int8_ptr: tl.tensor,
+    bf16_ptr: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    stride: tl.tensor,
+    packed_stride: tl.tensor,
+    ROWS: tl.constexpr,
+) -> None:
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    block = tl.program_id(1)
+    columns = (block * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (rows < N) & (columns < K)
+    weight = tl.load(weight_ptr + rows * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    half = tl.load(scale_ptr).to(tl.float32) * 0.5
+    codes = (weight > half).to(tl.int32) - (weight < -half).to(tl.int32)
+    if int8_ptr is not None:
+        tl.store(int8_ptr + rows * K + columns, codes.to(tl.int8), mask=inside)
+    if bf16_ptr is not None:
+        tl.store(bf16_ptr + rows * K + columns, codes.to(tl.float32).to(tl.bfloat16), mask=inside)
+    QUARTER: tl.constexpr = COLUMNS // 4
+    shifts = 2 * tl.arange(0, 4)
+    digits = codes + 1  # 1, which is w = 0, beyond the end of a row
+    bytes_ = (block * QUARTER + tl.arange(0, QUARTER))[None, :]
+    if packed_ptr is not None:
+        neighbours = tl.reshape(digits, (ROWS, QUARTER, 4)) << shifts[None, None, :]
+        packed = tl.sum(neighbours, 2).to(tl.uint8)
+        inside = (rows < N) & (bytes_ < packed_stride)
+        tl.store(packed_ptr + rows * packed_stride + bytes_, packed, mask=inside)
+    if planes_ptr is not None:
+        apart = tl.reshape(digits, (ROWS, 4, QUARTER)) << shifts[None, :, None]
+        planes = tl.sum(apart, 1).to(tl.uint8)
+        planes_stride = tl.num_programs(1) * QUARTER
+        tl.store(planes_ptr + rows * planes_stride + bytes_, planes, mask=rows < N)
+
+
+def _empty(output: Output, weight: Tensor) -> Tensor:
+    n, k = weight.shape
+    shape = {"planes": (n, 64 * triton.cdiv(k, 256)), "packed": (n, triton.cdiv(k, 4))}
+    dtype = {"int8": torch.int8, "bf16": torch.bfloat16}
+    return torch.empty(
+        shape.get(output, (n, k)), dtype=dtype.get(output, torch.uint8), device=weight.device
+    )
+
+
+def _check_dtype(weight: Tensor) -> None:
+    if weight.dtype not in FLOATS:
+        raise TypeError(f"weight is {weight.dtype}: torch.float32 or torch.bfloat16 is wanted")
+
+
+def compile_specs() -> tuple[CompileSpec, ...]:
+    """Both passes for both dtypes; codes for inference, for storage and for training."""
+    return tuple(
+        spec
+        for dtype in FLOATS.values()
+        for spec in (
+            CompileSpec(
+                name=f"absmean {dtype[1:]}",
+                kernel=_sum_magnitudes_kernel,
+                signature={"weight_ptr": dtype, "pieces_ptr": "*fp64", "numel": "i32"},
+                constants={"PIECE": PIECE, "STEP": STEP},
+                num_warps=8,
+                num_stages=1,
+                tensor_cores=None,
+                aligned=("numel",),
+            ),
+            _ternarize_spec(dtype, ("planes",)),
+            _ternarize_spec(dtype, ("packed",)),
+            _ternarize_spec(dtype, ("int8", "bf16")),
+        )
+    )
+
+
+def _ternarize_spec(dtype: str, outputs: Sequence[Output]) -> CompileSpec:
+    pointers = {"planes": "*u8", "packed": "*u8", "int8": "*i8", "bf16": "*bf16"}
+    return CompileSpec(
+        name=f"ternarize {dtype[1:]} to {'+'.join(outputs)}",
+        kernel=_ternarize_kernel,
+        signature={
+            "weight_ptr": dtype,
+            "scale_ptr": "*fp32",
+            **{f"{output}_ptr": pointers[output] for output in outputs},
+            "N": "i32",
+            "K": "i32",
+            "stride": "i32",
+            "packed_stride": "i32",
+        },
+        constants={
+            **{f"{output}_ptr": None for output in pointers if output not in outputs},
+            "ROWS": ROWS,
+        },
+        num_warps=4,
+        num_stages=1,
+        tensor_cores=None,
+        aligned=("K", "stride", "packed_stride"),
+    )
