@@ -40,8 +40,8 @@ def weight_scale(sum_abs: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def ternarize(weight: Tensor, scale: Tensor) -> Tensor:
-    """int8 codes of ``weight`` (any shape) under scale γ."""
-    return torch.div(weight, scale).round_().clamp_(-1, 1).to(torch.int8)
+    """int8 codes of ``weight`` (any shape) under scale γ; the quotient has the dtype of γ."""
+    return torch.div(weight.to(scale.dtype), scale).round_().clamp_(-1, 1).to(torch.int8)
 
 
 def absmax(x: Tensor) -> Tensor:

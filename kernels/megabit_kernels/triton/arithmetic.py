@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """Operations that Triton's interpreter rounds otherwise than a GPU, made equal.
 
 It multiplies and adds where a GPU fuses, and cuts off bits where a GPU rounds to bf16. Kernels that

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """Cross-entropy over logits that are read once forward and once backward.
 
 Forward goes over a token's logits in blocks and keeps a running maximum and the running sum of

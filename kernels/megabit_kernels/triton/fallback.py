@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """The same products by cuBLAS: what our kernels must beat to be chosen.
 
 cuBLAS reads no packed weights, so planes are unpacked first, every time: N · K bytes written and

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """Gated linear units, ``numerics.gated_linear_unit`` in registers."""
 
 import triton

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """Gradient of a ternary layer's input: ``dX = (dY · w) · γ``.
 
 The weight's codes are exact in bf16, so this is a bf16 product with fp32 sums that is scaled and

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """int8 activations times int8 weights: ternary codes kept unpacked in training, and the LM head.
 
 A ternary weight has one scale γ, the LM head's int8 rows have one each; the epilogue is the same,

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """RMSNorm and quantization of each token in one kernel, of a tensor or of a gated linear unit.
 
 ``y = (x · gain) · rstd`` as in ``numerics.rms_norm``, then ``numerics.quantize_activation``. Since

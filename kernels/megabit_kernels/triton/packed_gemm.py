@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """int8 activations times packed ternary weights, for many rows: prefill and training.
 
 Way of the data: 2 bits a weight from memory to registers → codes w + 1 → tensor cores, int32 →

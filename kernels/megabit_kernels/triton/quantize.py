@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """Activations to int8 with one scale for each token, and what other kernels quantize with.
 
 One program has one token. A first pass over the columns finds max|x|, a second one writes the codes

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """int8 activations times packed ternary weights, for at most 16 rows: generation.
 
 Such a product reads every weight once and computes little, so memory bounds it, and the way to

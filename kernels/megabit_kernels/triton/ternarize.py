@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """Latent weights to ternary codes: γ by one reduction, then every layout from one reading.
 
 γ never leaves the device, so nothing waits for the host. Σ|W| is taken in fp64 over pieces of fixed

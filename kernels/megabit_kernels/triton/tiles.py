@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """What the products share: the order of tiles, the sum over packed columns, and the way out.
 
 Products are kept transposed, ``acc [BN, BM] = W · xᵀ``. Weights are then the left operand, which

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """Ternary codes out of 2-bit planes, in registers.
 
 A byte of the ``planes`` layout holds four codes of one row, 64 columns apart: plane p of a block

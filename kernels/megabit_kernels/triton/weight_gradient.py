@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """Gradient of a ternary layer's latent weight: ``dW = (dY · s)ᵀ · x_q``.
 
 Backward keeps the int8 activations of forward, a half of what bf16 ones take. Their scale s belongs
