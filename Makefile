@@ -13,10 +13,10 @@ SETTINGS := $(foreach word,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(su
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast lint fmt bench clean
+.PHONY: help setup quickstart test test-fast lint fmt bench bench-kernels clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install megabit with the releases of constraints.txt
 
@@ -38,17 +38,21 @@ fmt: setup ## format the sources and fix what ruff can fix
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: setup ## measure the kernels, then training throughput
-	@$(PY) kernels/benchmarks/int8_matmul.py
+bench: setup ## measure products at the trainer's shapes, then training throughput
+	@$(PY) -m megabit bench kernels --shapes trainer --m 16,1024 --out runs/bench-trainer
 	@$(PY) examples/benchmarks/throughput.py
+
+bench-kernels: setup ## measure the kernels against the machine's limits (an hour at most)
+	@$(PY) -m megabit bench kernels
 
 clean: ## remove .venv, build products and caches (data/ and runs/ stay)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find megabit kernels tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 	find megabit kernels -name '*.so' -type f -delete
 
-# Made anew when a requirement changes; an environment that was not finished is begun again.
-$(STAMP): setup.py constraints.txt
+# Made anew when a requirement or a C source changes; an environment that was not finished is begun
+# again.
+$(STAMP): setup.py constraints.txt kernels/native_build.py $(wildcard kernels/csrc/*.[ch])
 	@if ! $(PY) -m pip --version >/dev/null 2>&1; then \
 	  for python in $(CANDIDATES) ''; do \
 	    if [ -z "$$python" ]; then \

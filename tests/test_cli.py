@@ -50,6 +50,7 @@ def test_help_lists_the_commands() -> None:
     assert "Train BitNet b1.58 (ternary) language models" in result.stdout
     for command, does in [
         ("train", "Train a model"),
+        ("bench", "Measure this machine"),
         ("prepare", "Read data.text"),
         ("parity", "Run a configuration at several layouts"),
         ("config", "Merge and check SETTINGS"),

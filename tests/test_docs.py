@@ -22,6 +22,7 @@ DOCUMENTS = [
 SMALL = {
     "train": "model.vocab_size=300 model.num_hidden_layers=2 train.steps=2 run.sample_tokens=2",
     "parity": "model.num_hidden_layers=2 train.global_batch_size=4 train.micro_batch_size=2",
+    "bench": "--shapes trainer --m 1 --implementations default",
     "prepare": "model.vocab_size=300",
     "config": "",
 }

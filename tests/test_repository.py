@@ -86,7 +86,7 @@ def pickles(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def environment(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Settings that come in through the environment and not through the configuration."""
-    if path.startswith((*READS_ENVIRONMENT, "kernels/benchmarks/")):
+    if path.startswith(READS_ENVIRONMENT):
         return
     for line, module in imports(tree):
         if module in {"os.environ", "os.getenv"}:

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from megabit.cli import config, parity, prepare, train
+from megabit.cli import bench, config, parity, prepare, train
 from megabit.cli.launcher import speaks_for_host
 from megabit.errors import RunError, UserError
 
@@ -16,7 +16,7 @@ app = typer.Typer(
     help=(
         "Train BitNet b1.58 (ternary) language models with tensor, pipeline and data parallelism."
         "\n\n"
-        "Every command takes SETTINGS: YAML files and key=value pairs, merged from left to right."
+        "All but bench take SETTINGS: YAML files and key=value pairs, merged from left to right."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -27,6 +27,7 @@ app.command("train")(train.train)
 app.command("prepare")(prepare.prepare)
 app.command("parity")(parity.parity)
 app.command("config")(config.show_config)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ bf16 and M/2 for fp32. A contestant is a small dot for each layer and number of 
 through the medians over layers.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,8 @@ def draw_roofline(result: "Result", png: Path) -> None:
         frameon=False,
     )
     title = f"Ternary products on {result.machine}"
-    figure.suptitle(title, x=0.008, ha="left", fontsize=13, fontweight="bold", color=INK)
+    size = 6 + 3.5 * len(states)
+    figure.suptitle(title, x=0.008, ha="left", fontsize=size, fontweight="bold", color=INK)
     figure.savefig(png, format="png")
 
 
@@ -123,13 +125,12 @@ def _draw_roofs(axes: Axes, roofline: Roofline, state: "Caches") -> None:
         start = max(left, bottom / bandwidth)
         style = _roof_style(bandwidth == steepest)
         axes.plot([start, highest / bandwidth], [start * bandwidth, highest], **style)
-        x = start * 1.25
-        axes.annotate(
+        x, above = start * 1.2, 1.2 * bandwidth  # a parallel, on logarithmic axes
+        axes.text(
+            x,
+            x * above,
             f"{name} {bandwidth:,.0f} GB/s",
-            (x, x * bandwidth),
-            xytext=(0, 5),
-            textcoords="offset points",
-            rotation=45,
+            rotation=math.degrees(math.atan(above)),
             rotation_mode="anchor",
             transform_rotates_text=True,
             **LABEL,
