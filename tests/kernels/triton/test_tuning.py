@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from megabit_kernels.triton import candidates, products, table, tuning
+from megabit_kernels.triton import candidates, products, table, tune, tuning
 from megabit_kernels.triton.candidates import Card
 from megabit_kernels.triton.config import Choice, Kernel, TileConfig
 from megabit_kernels.triton.table import Key
@@ -221,6 +221,50 @@ def test_a_product_is_tuned_by_running_every_candidate(
 
     assert products.tune(kernel, 3, 20, 70, CPU, timer) == TileConfig(16, 32, 64)
     assert tuning.choose(kernel, 4, 20, 70, CPU) == TileConfig(16, 32, 64)
+
+
+def test_the_command_keeps_what_it_measured_in_the_folder_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles: tuple[Choice, ...] = (TileConfig(16, 16, 64),)
+    monkeypatch.setattr(products, "candidates", lambda *_: tiles)
+
+    def timer(call: Callable[[], object]) -> float:
+        call()
+        return 1.0
+
+    folder = tmp_path / "shipped"
+    layers = ["--layer", "20x70", "8x8", "--tokens", "1", "17", "--folder", str(folder)]
+    assert tune.main(layers, CPU, timer) == 0
+    kept = table.read(folder / table.file_name(tuning.card_of(CPU).name))
+    assert set(kept) == {
+        Key(kernel, n, k, m)
+        for n, k in ((20, 70), (8, 8))
+        for kernel, m in (("split_k", 1), ("packed_gemm", 32))
+    }
+    assert capsys.readouterr().out.count("TileConfig(") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--layer", "20x70", "--tokens", "1"], "error: torch finds no GPU"),
+        (["--layer", "20", "--tokens", "1"], "'20': write it like 2560x6912"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(
+    arguments: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        code = tune.main(arguments)
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 2
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
