@@ -5,11 +5,15 @@ below are what the code needs.
 """
 
 import re
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "kernels"))
+
+from native_build import BuildNative, native_extension  # noqa: E402
 
 
 def version() -> str:
@@ -35,6 +39,8 @@ setup(
         "megabit": "megabit",
         "megabit_kernels": "kernels/megabit_kernels",
     },
+    ext_modules=[native_extension("kernels/csrc", "megabit_kernels")],
+    cmdclass={"build_ext": BuildNative},
     entry_points={"console_scripts": ["megabit = megabit.cli.main:main"]},
     install_requires=[
         "torch>=2.11",

@@ -14,20 +14,25 @@ rows as a register has 32-bit lanes, so that no sum crosses lanes.
 
 import ctypes
 import functools
-import math
 import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megabit_kernels import huge_pages, native_abi
+from megabit_kernels import huge_pages, layouts, native_abi
 from megabit_kernels.native_abi import TYPES, CLibrary
+from megabit_kernels.native_arguments import (
+    check,
+    check_one_of,
+    checked_panels,
+    int8_panels_shape,
+    matrix,
+    operands,
+    panels_to_fill,
+    vector,
+)
 
-MAX_K = 131_072
-"""Widest input: every sum fits int32, also 127 · 128 · K of an int8 product."""
-
-PANEL_ROWS = 64
 FLOATS = (torch.float32, torch.bfloat16)
 UNPACKED = (torch.int8, *FLOATS)
 """What ``unpack_panels`` writes."""
@@ -70,7 +75,7 @@ class NativeLibrary:
 
     def ternary_matmul(self, x_q: Tensor, panels: Tensor, n: int, isa: str | None = None) -> Tensor:
         """int8 ``[M, K]`` × ternary ``panels`` of ``[n, K]`` → int32 ``[M, n]``, exact."""
-        x_q, panels = _operands(x_q, panels, n, panels_shape(n, x_q.shape[-1]))
+        x_q, panels = operands(x_q, panels, n, layouts.panels_shape)
         return self._product("ternary_product", x_q, None, panels, n, 0.0, torch.int32, isa)
 
     def ternary_linear(
@@ -92,14 +97,14 @@ class NativeLibrary:
             w_scale: γ, a value of fp32.
             dtype: of the result ``[M, n]``: fp32 or bf16.
         """
-        _check_one_of("dtype", dtype, FLOATS)
-        x_q, panels = _operands(x_q, panels, n, panels_shape(n, x_q.shape[-1]))
-        x_scale = _vector("x_scale", x_scale, x_q.shape[0])
+        check_one_of("dtype", dtype, FLOATS)
+        x_q, panels = operands(x_q, panels, n, layouts.panels_shape)
+        x_scale = vector("x_scale", x_scale, x_q.shape[0])
         return self._product("ternary_product", x_q, x_scale, panels, n, w_scale, dtype, isa)
 
     def int8_matmul(self, x_q: Tensor, panels: Tensor, n: int, isa: str | None = None) -> Tensor:
         """int8 ``[M, K]`` × ``int8 panels`` of ``[n, K]`` → int32 ``[M, n]``, exact."""
-        x_q, panels = _operands(x_q, panels, n, int8_panels_shape(n, x_q.shape[-1]))
+        x_q, panels = operands(x_q, panels, n, int8_panels_shape)
         return self._product("int8_product", x_q, None, panels, n, None, torch.int32, isa)
 
     def int8_linear(
@@ -121,10 +126,10 @@ class NativeLibrary:
             w_scale: fp32 ``[n]``, one for each row of the weight.
             dtype: of the result ``[M, n]``: fp32 or bf16.
         """
-        _check_one_of("dtype", dtype, FLOATS)
-        x_q, panels = _operands(x_q, panels, n, int8_panels_shape(n, x_q.shape[-1]))
-        x_scale = _vector("x_scale", x_scale, x_q.shape[0])
-        w_scale = _vector("w_scale", w_scale, n)
+        check_one_of("dtype", dtype, FLOATS)
+        x_q, panels = operands(x_q, panels, n, int8_panels_shape)
+        x_scale = vector("x_scale", x_scale, x_q.shape[0])
+        w_scale = vector("w_scale", w_scale, n)
         scale = w_scale.data_ptr()
         return self._product("int8_product", x_q, x_scale, panels, n, scale, dtype, isa)
 
@@ -142,11 +147,11 @@ class NativeLibrary:
         Returns:
             int8 ``[M, K]`` and fp32 ``[M, 1]``.
         """
-        _check_one_of("x.dtype", x.dtype, FLOATS)
-        x = _matrix("x", x, x.dtype)
+        check_one_of("x.dtype", x.dtype, FLOATS)
+        x = matrix("x", x, x.dtype)
         m, k = x.shape
         if absmax is not None:
-            absmax = _vector("absmax", absmax, m)
+            absmax = vector("absmax", absmax, m)
         x_q = torch.empty((m, k), dtype=torch.int8)
         scale = torch.empty((m, 1), dtype=torch.float32)
         self.c.run(
@@ -172,15 +177,15 @@ class NativeLibrary:
             scale: γ, a value of fp32.
             out: panels of an earlier call for the same shape, to be written anew.
         """
-        weight = _matrix("weight", weight, torch.float32)
+        weight = matrix("weight", weight, torch.float32)
         n, k = weight.shape
-        panels = _panels_to_fill(panels_shape(n, k), out)
+        panels = panels_to_fill(layouts.panels_shape(n, k), out)
         self.c.run("ternarize_panels", isa, weight.data_ptr(), scale, panels.data_ptr(), n, k)
         return panels
 
     def ternarize_codes(self, weight: Tensor, scale: float, isa: str | None = None) -> Tensor:
         """int8 ``numerics.ternarize(weight, scale)`` of fp32 ``weight`` of any shape."""
-        _check("weight", weight, torch.float32)
+        check("weight", weight, torch.float32)
         weight = weight.contiguous()
         codes = torch.empty(weight.shape, dtype=torch.int8)
         self.c.run(
@@ -190,9 +195,9 @@ class NativeLibrary:
 
     def pack_panels(self, codes: Tensor, out: Tensor | None = None) -> Tensor:
         """Panels of int8 ``codes [N, K]``, each −1, 0 or 1."""
-        codes = _matrix("codes", codes, torch.int8)
+        codes = matrix("codes", codes, torch.int8)
         n, k = codes.shape
-        panels = _panels_to_fill(panels_shape(n, k), out)
+        panels = panels_to_fill(layouts.panels_shape(n, k), out)
         try:
             self.c.run("pack_panels", None, codes.data_ptr(), panels.data_ptr(), n, k)
         except ValueError:
@@ -203,24 +208,24 @@ class NativeLibrary:
         self, panels: Tensor, n: int, k: int, dtype: torch.dtype, isa: str | None = None
     ) -> Tensor:
         """The codes −1, 0, 1 of ternary ``panels`` as ``[n, k]`` in int8, bf16 or fp32."""
-        _check_one_of("dtype", dtype, (torch.int8, *FLOATS))
-        panels = _panels(panels, panels_shape(n, k), n, k)
-        out = torch.empty((n, k), dtype=dtype)
+        check_one_of("dtype", dtype, UNPACKED)
+        panels = checked_panels(panels, layouts.panels_shape(n, k), n, k)
+        out = huge_pages.empty_result((n, k), dtype)
         self.c.run("unpack_panels", isa, panels.data_ptr(), out.data_ptr(), TYPES[dtype], n, k)
         return out
 
     def count_zeros(self, panels: Tensor, n: int, k: int) -> int:
         """How many of the ``n · k`` weights of ternary ``panels`` are zero."""
-        panels = _panels(panels, panels_shape(n, k), n, k)
+        panels = checked_panels(panels, layouts.panels_shape(n, k), n, k)
         count = ctypes.c_int64()
         self.c.run("count_zeros", None, panels.data_ptr(), ctypes.addressof(count), n, k)
         return count.value
 
     def pack_int8(self, weight: Tensor) -> Tensor:
         """``int8 panels`` of int8 ``weight [N, K]``, values −127 to 127."""
-        weight = _matrix("weight", weight, torch.int8)
+        weight = matrix("weight", weight, torch.int8)
         n, k = weight.shape
-        panels = _panels_to_fill(int8_panels_shape(n, k), None)
+        panels = panels_to_fill(int8_panels_shape(n, k), None)
         try:
             self.c.run("pack_int8", None, weight.data_ptr(), panels.data_ptr(), n, k)
         except ValueError:
@@ -258,7 +263,7 @@ class NativeLibrary:
         isa: str | None,
     ) -> Tensor:
         m, k = x_q.shape
-        out = torch.empty((m, n), dtype=dtype)
+        out = huge_pages.empty_result((m, n), dtype)
         self.c.run(
             name,
             isa,
@@ -273,60 +278,3 @@ class NativeLibrary:
             w_scale,
         )
         return out
-
-
-def panels_shape(n: int, k: int) -> tuple[int, ...]:
-    """Shape of the ternary panels of a weight ``[n, k]``."""
-    return math.ceil(n / PANEL_ROWS), math.ceil(k / 16), 4, 64
-
-
-def int8_panels_shape(n: int, k: int) -> tuple[int, ...]:
-    """Shape of the int8 panels of a weight ``[n, k]``."""
-    return math.ceil(n / PANEL_ROWS), math.ceil(k / 4), PANEL_ROWS, 4
-
-
-def _operands(x_q: Tensor, panels: Tensor, n: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    x_q = _matrix("x_q", x_q, torch.int8)
-    return x_q, _panels(panels, shape, n, x_q.shape[1])
-
-
-def _matrix(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    _check(name, x, dtype)
-    if x.dim() != 2:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have two dimensions")
-    return x.contiguous()
-
-
-def _vector(name: str, x: Tensor, count: int) -> Tensor:
-    _check(name, x, torch.float32)
-    if x.numel() != count:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {count} values")
-    return x.contiguous()
-
-
-def _panels(panels: Tensor, shape: tuple[int, ...], n: int, k: int) -> Tensor:
-    _check("panels", panels, torch.uint8)
-    if panels.shape != shape:
-        raise ValueError(f"panels have shape {tuple(panels.shape)}; for {n} × {k} it is {shape}")
-    if k > MAX_K:
-        raise ValueError(f"K = {k} exceeds {MAX_K}, the widest exact product")
-    return panels.contiguous()
-
-
-def _panels_to_fill(shape: tuple[int, ...], out: Tensor | None) -> Tensor:
-    if out is None:
-        return huge_pages.empty(shape, torch.uint8)
-    _check("out", out, torch.uint8)
-    if out.shape != shape or not out.is_contiguous():
-        raise ValueError(f"out has shape {tuple(out.shape)}; it must be {shape}, contiguous")
-    return out
-
-
-def _check(name: str, x: Tensor, dtype: torch.dtype) -> None:
-    if x.dtype != dtype or x.device.type != "cpu":
-        raise TypeError(f"{name} is {x.dtype} on {x.device}; it must be {dtype} on the CPU")
-
-
-def _check_one_of(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-    if dtype not in allowed:
-        raise TypeError(f"{name} is {dtype}; it must be one of {', '.join(map(str, allowed))}")

@@ -1,0 +1,89 @@
+/* What the drivers need from an instruction set. Each isa_*.c fills one table with functions that
+ * are compiled for it. Below, a *quad* is four consecutive k, what one lane of a dot-product
+ * instruction takes; a *block* is 16 k of a panel of 64 rows. */
+#ifndef MEGABIT_ISA_H
+#define MEGABIT_ISA_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "megabit_kernels.h"
+
+enum {
+    PANEL_ROWS = 64,
+    QUAD = 4,
+    QUADS_PER_BLOCK = 4,
+    BLOCK_K = QUAD * QUADS_PER_BLOCK,
+    BLOCK_BYTES = PANEL_ROWS * BLOCK_K / 4, /* of a ternary panel */
+    QUAD_BYTES = PANEL_ROWS * QUAD,         /* of a panel of bytes */
+    MAX_SINGLE_ROWS = 4,
+};
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* A loop of so many turns, a small constant, over variables that must live in registers. */
+#if defined(__clang__)
+#define UNROLLED(i, turns) _Pragma("clang loop unroll(full)") for (int i = 0; i < (turns); i++)
+#else
+#define UNROLLED(i, turns) _Pragma("GCC unroll 32") for (int i = 0; i < (turns); i++)
+#endif
+
+typedef void tile_function(const uint8_t *w, const int8_t *x, int64_t quads, int rows,
+                           int32_t *sum);
+
+/* Integer microkernels. All of them add to int32 sums: sum[r][n] += sum over k of w[n][k] * x[r][k]
+ * for the 64 rows n of a panel, where w is a code (0, 1, 2) or a byte. Sums wrap modulo 2^32; what
+ * follows takes away the offset of w, and the true sum fits. A *tile* of x has up to `tile_rows`
+ * rows and lies in memory as [quads][rows][4], so that each step reads the next bytes. */
+struct microkernels {
+    int single_rows; /* up to so many rows of x, one by one is quicker than a tile */
+    int tile_rows;
+    int byte_offset; /* byte_tile multiplies by w + byte_offset */
+
+    /* One row of x, plain, with a ternary panel; whole blocks. */
+    void (*ternary_row)(const uint8_t *panel, const int8_t *x, int64_t quads, int32_t *sum);
+    /* A ternary panel to 256 bytes a quad, as ternary_tile wants them; whole blocks. NULL if that
+     * takes the panel itself. */
+    void (*unpack)(const uint8_t *panel, int64_t quads, uint8_t *codes);
+    /* A tile of x with unpacked codes; whole blocks. */
+    tile_function *ternary_tile;
+    /* A tile of x with the bytes w + 128 of an int8 panel. */
+    tile_function *byte_tile;
+    /* So many dot products between registers, or a few more; returns multiplications and additions
+     * done. */
+    int64_t (*dot_loop)(int64_t count);
+};
+
+/* Loops over plain arrays, written once in elementwise.h and vectorised by the compiler. */
+struct elementwise {
+    int32_t (*sum)(const int8_t *x, int64_t count);
+    /* sum[i] - offset, plain or times (x_scale * w_scale[i]), to one row of a result. */
+    void (*store_int32)(const int32_t *sum, int32_t offset, int64_t count, int32_t *out);
+    void (*store_float32)(const int32_t *sum, int32_t offset, float x_scale, const float *w_scale,
+                          int64_t count, float *out);
+    void (*store_bfloat16)(const int32_t *sum, int32_t offset, float x_scale, const float *w_scale,
+                           int64_t count, uint16_t *out);
+    float (*absmax_float32)(const float *x, int64_t count);
+    float (*absmax_bfloat16)(const uint16_t *x, int64_t count);
+    void (*quantize_float32)(const float *x, float scale, int64_t count, int8_t *out);
+    void (*quantize_bfloat16)(const uint16_t *x, float scale, int64_t count, int8_t *out);
+    void (*ternarize)(const float *weight, float scale, int64_t count, int8_t *codes);
+    /* Codes -1, 0, 1 of whole blocks of one row to the words of a ternary panel. */
+    void (*pack_words)(const int8_t *codes, int64_t blocks, uint32_t *words);
+    /* Codes 0, 1, 2 to -1, 0, 1. */
+    void (*widen_int8)(const uint8_t *codes, int64_t count, int8_t *out);
+    void (*widen_float32)(const uint8_t *codes, int64_t count, float *out);
+    void (*widen_bfloat16)(const uint8_t *codes, int64_t count, uint16_t *out);
+    /* All bits of all words, so that each of them must be read. */
+    uint64_t (*read)(const uint64_t *words, int64_t count);
+};
+
+struct isa {
+    const char *name;
+    struct microkernels micro;
+    struct elementwise elementwise;
+};
+
+extern const struct isa isa_avx512vnni, isa_avxvnni, isa_avx2, isa_neondot, isa_portable;
+
+#endif

@@ -1,0 +1,93 @@
+/* VNNI in 256-bit vectors, without AVX-512: vpdpbusd multiplies 32 pairs of an unsigned by a signed
+ * byte and adds them to eight sums. */
+
+#include "avx2.h"
+
+/* Six rows of x and two vectors make 12 sums, with two weights and one x 15 of 16 registers. */
+enum { TILE_ROWS = 6, PREFETCH_BYTES = 8192 };
+
+static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t quads, int32_t *sum)
+{
+    __m256i acc[VECTORS];
+    UNROLLED(v, VECTORS)
+        acc[v] = load(sum + VECTOR_LANES * v);
+    for (int64_t block = 0; block < quads / QUADS_PER_BLOCK;
+         block++, panel += BLOCK_BYTES, x += BLOCK_K) {
+        __m256i quad[QUADS_PER_BLOCK];
+        UNROLLED(plane, QUADS_PER_BLOCK)
+            quad[plane] = broadcast(x + QUAD * plane);
+        UNROLLED(v, VECTORS) {
+            if (v % 2 == 0)
+                _mm_prefetch((const char *)panel + VECTOR_BYTES * v + PREFETCH_BYTES, _MM_HINT_T0);
+            __m256i packed = in_register(load(panel + VECTOR_BYTES * v));
+            UNROLLED(plane, QUADS_PER_BLOCK)
+                acc[v] = _mm256_dpbusd_avx_epi32(acc[v], codes_of(packed, plane), quad[plane]);
+        }
+    }
+    UNROLLED(v, VECTORS)
+        _mm256_storeu_si256((__m256i *)(sum + VECTOR_LANES * v), acc[v]);
+}
+
+/* Two vectors of the panel; `bytes` and `sum` begin there. */
+INLINE void byte_tile_of(int rows, const uint8_t *bytes, const int8_t *x, int64_t quads,
+                         int32_t *sum)
+{
+    __m256i low[TILE_ROWS], high[TILE_ROWS];
+    UNROLLED(r, rows) {
+        low[r] = load(sum + PANEL_ROWS * r);
+        high[r] = load(sum + PANEL_ROWS * r + VECTOR_LANES);
+    }
+    for (int64_t quad = 0; quad < quads; quad++, bytes += QUAD_BYTES, x += QUAD * rows) {
+        __m256i w_low = load(bytes), w_high = load(bytes + VECTOR_BYTES);
+        UNROLLED(r, rows) {
+            __m256i x_quad = broadcast(x + QUAD * r);
+            low[r] = _mm256_dpbusd_avx_epi32(low[r], w_low, x_quad);
+            high[r] = _mm256_dpbusd_avx_epi32(high[r], w_high, x_quad);
+        }
+    }
+    UNROLLED(r, rows) {
+        _mm256_storeu_si256((__m256i *)(sum + PANEL_ROWS * r), low[r]);
+        _mm256_storeu_si256((__m256i *)(sum + PANEL_ROWS * r + VECTOR_LANES), high[r]);
+    }
+}
+
+/* The number of rows must be a constant for the sums to live in registers. */
+static void byte_tile(const uint8_t *bytes, const int8_t *x, int64_t quads, int rows, int32_t *sum)
+{
+    for (int v = 0; v < VECTORS; v += 2, bytes += 2 * VECTOR_BYTES, sum += 2 * VECTOR_LANES)
+        switch (rows) {
+        case 1: byte_tile_of(1, bytes, x, quads, sum); break;
+        case 2: byte_tile_of(2, bytes, x, quads, sum); break;
+        case 3: byte_tile_of(3, bytes, x, quads, sum); break;
+        case 4: byte_tile_of(4, bytes, x, quads, sum); break;
+        case 5: byte_tile_of(5, bytes, x, quads, sum); break;
+        default: byte_tile_of(6, bytes, x, quads, sum); break;
+        }
+}
+
+static int64_t dot_loop(int64_t count)
+{
+    enum { CHAINS = 12 }; /* more than the latency times the instructions per cycle */
+    __m256i acc[CHAINS], w = _mm256_set1_epi8(1), x = _mm256_set1_epi8(2);
+    UNROLLED(i, CHAINS)
+        acc[i] = _mm256_set1_epi32(i);
+    for (int64_t done = 0; done < count; done += CHAINS)
+        UNROLLED(i, CHAINS)
+            acc[i] = in_register(_mm256_dpbusd_avx_epi32(acc[i], w, x));
+    UNROLLED(i, CHAINS)
+        used(acc[i]);
+    return (count + CHAINS - 1) / CHAINS * CHAINS * VECTOR_BYTES * 2;
+}
+
+const struct isa isa_avxvnni = {
+    .name = "avxvnni",
+    .micro = {.single_rows = 4,
+              .tile_rows = TILE_ROWS,
+              .byte_offset = 128,
+              .ternary_row = ternary_row,
+              .unpack = unpack,
+              .ternary_tile = byte_tile,
+              .byte_tile = byte_tile,
+              .dot_loop = dot_loop},
+    .elementwise = ELEMENTWISE,
+};

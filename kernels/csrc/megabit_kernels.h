@@ -1,0 +1,90 @@
+/* The C interface of the CPU kernels. It knows nothing of torch or Python.
+ *
+ * Matrices are row-major and contiguous. A weight W [N, K] is held in panels of 64 rows, padded
+ * with weights of zero:
+ *
+ *   ternary panels  uint8 [ceil(N/64)][ceil(K/16)][4][64]
+ *       byte 4r + i of sub-panel s in block q of panel p holds, of row n = 64p + 16s + r, the four
+ *       codes (w + 1) of k = 16q + 4*plane + i, in bits 2*plane and 2*plane + 1
+ *   int8 panels     uint8 [ceil(N/64)][ceil(K/4)][64][4]
+ *       entry (p, q, r, i) holds w + 128 of row n = 64p + r and k = 4q + i; w is -127 to 127
+ *
+ * Each function takes the instruction set to use and the number of threads. Integer sums are exact
+ * for K up to 131072. Sizes may be zero. The result is one of enum megabit_status.
+ */
+#ifndef MEGABIT_KERNELS_H
+#define MEGABIT_KERNELS_H
+
+#include <stdint.h>
+
+#define MEGABIT_API __attribute__((visibility("default")))
+
+/* Raised together with ABI of native_abi.py when a signature changes. */
+enum { MEGABIT_ABI = 1 };
+
+enum megabit_status { MEGABIT_OK = 0, MEGABIT_NO_MEMORY = 1, MEGABIT_BAD_VALUE = 2 };
+
+enum megabit_type {
+    MEGABIT_INT32 = 0,
+    MEGABIT_FLOAT32 = 1,
+    MEGABIT_BFLOAT16 = 2,
+    MEGABIT_INT8 = 3,
+};
+
+struct isa;
+
+MEGABIT_API int megabit_abi(void);
+
+/* The instruction sets that this machine has, best first: number 0, 1, ...; then NULL. */
+MEGABIT_API const struct isa *megabit_isa(int number);
+MEGABIT_API const char *megabit_isa_name(const struct isa *isa);
+
+/* x [M, K] times a ternary W: out [M, N] holds acc as int32 if x_scale is NULL, else
+ * acc * (x_scale[m] * w_scale) as float32 or bfloat16. */
+MEGABIT_API int megabit_ternary_product(const struct isa *isa, const int8_t *x,
+                                        const uint8_t *panels, void *out, int out_type, int64_t m,
+                                        int64_t n, int64_t k, const float *x_scale, float w_scale,
+                                        int threads);
+
+/* The same for an int8 W with one scale for each row: acc * (x_scale[m] * w_scale[n]). */
+MEGABIT_API int megabit_int8_product(const struct isa *isa, const int8_t *x, const uint8_t *panels,
+                                     void *out, int out_type, int64_t m, int64_t n, int64_t k,
+                                     const float *x_scale, const float *w_scale, int threads);
+
+/* x [M, K] (float32, bfloat16) to int8 under scale[m] = max(absmax[m], 1e-5) / 127. absmax may be
+ * NULL; it is then taken from x. A quotient that is NaN becomes 0. */
+MEGABIT_API int megabit_quantize_activation(const struct isa *isa, const void *x, int x_type,
+                                            const float *absmax, int8_t *x_q, float *scale,
+                                            int64_t m, int64_t k, int threads);
+
+/* clamp(round(W / scale), -1, 1), NaN as 0, into ternary panels or plain int8. */
+MEGABIT_API int megabit_ternarize_panels(const struct isa *isa, const float *weight, float scale,
+                                         uint8_t *panels, int64_t n, int64_t k, int threads);
+MEGABIT_API int megabit_ternarize_codes(const struct isa *isa, const float *weight, float scale,
+                                        int8_t *codes, int64_t count, int threads);
+
+/* int8 weights into panels; MEGABIT_BAD_VALUE if one is out of range. */
+MEGABIT_API int megabit_pack_panels(const struct isa *isa, const int8_t *codes, uint8_t *panels,
+                                    int64_t n, int64_t k, int threads);
+MEGABIT_API int megabit_pack_int8(const struct isa *isa, const int8_t *weight, uint8_t *panels,
+                                  int64_t n, int64_t k, int threads);
+
+/* Ternary panels to [N, K] of int8, bfloat16 or float32, without any scale. */
+MEGABIT_API int megabit_unpack_panels(const struct isa *isa, const uint8_t *panels, void *out,
+                                      int out_type, int64_t n, int64_t k, int threads);
+
+/* How many of the N*K weights are zero. */
+MEGABIT_API int megabit_count_zeros(const struct isa *isa, const uint8_t *panels, int64_t *count,
+                                    int64_t n, int64_t k, int threads);
+
+/* 1e9 multiplications and additions per second of dot products between registers. */
+MEGABIT_API int megabit_measure_dot_peak(const struct isa *isa, double *gops, double seconds,
+                                         int threads);
+
+/* 1e9 bytes per second at which the buffer is read: the best of its portions of 64 MiB and of some
+ * repetitions. It should be several times as large as the caches. */
+MEGABIT_API int megabit_measure_read_bandwidth(const struct isa *isa, double *gigabytes_per_second,
+                                               const void *buffer, int64_t bytes, int repetitions,
+                                               int threads);
+
+#endif

@@ -1,0 +1,105 @@
+"""Build the C library of CPU kernels, ``csrc``, while the package is installed.
+
+Each instruction set is one file with its own compiler flags; which of them runs is decided on the
+machine that runs it. One that the compiler does not know is left out. Without a compiler there is
+no library, the install goes on, and products run through torch.
+
+Both setup.py files use this: the one beside it and the one of the repository.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError, PlatformError
+
+COMMON_FLAGS = [
+    "-std=c11",
+    "-O3",
+    "-fvisibility=hidden",
+    # The bits of torch: no fused multiply-add. The other two let loops be vectorised.
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
+
+ISA_FLAGS = {
+    "x86_64": {
+        "avx512vnni": [
+            "-mavx512f",
+            "-mavx512bw",
+            "-mavx512dq",
+            "-mavx512vl",
+            "-mavx512vnni",
+            "-mprefer-vector-width=512",
+        ],
+        "avxvnni": ["-mavx2", "-mavxvnni"],
+        "avx2": ["-mavx2"],
+    },
+    "aarch64": {"neondot": ["-march=armv8.2-a+dotprod"]},
+}
+MACHINE_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+def native_extension(csrc: str, package: str) -> Extension:
+    """The library ``package``/libmegabit_kernels.so.
+
+    Args:
+        csrc: folder of the C sources, relative to setup.py.
+        package: that ships the library.
+    """
+    folder = Path(csrc)
+    return Extension(
+        f"{package}.libmegabit_kernels",
+        sources=[str(path) for path in sorted(folder.glob("*.c"))],
+        depends=[str(path) for path in sorted(folder.glob("*.h"))],
+        optional=True,
+    )
+
+
+class BuildNative(build_ext):
+    """Compiles a plain shared library, which no Python header or symbol is part of."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self._build(ext)
+        except (CompileError, LinkError, PlatformError) as error:
+            self.warn(
+                f"the native CPU kernels were not built ({error}); ternary products on the CPU run "
+                "through torch, several times slower. Install gcc or clang, then install again."
+            )
+
+    def _build(self, ext: Extension) -> None:
+        if self.compiler.compiler_type != "unix":
+            raise PlatformError(f"{self.compiler.compiler_type} is neither gcc nor clang")
+        machine = platform.machine().lower()
+        flags = ISA_FLAGS.get(MACHINE_NAMES.get(machine, machine), {})
+        objects: list[str] = []
+        macros: list[tuple[str, str | None]] = []
+        for name in flags:
+            source = next(path for path in ext.sources if path.endswith(f"isa_{name}.c"))
+            try:
+                objects += self._compile([source], flags[name], [])
+            except CompileError:
+                self.warn(f"the compiler cannot build the kernels for {name}; they are left out")
+            else:
+                macros.append((f"WITH_{name.upper()}", None))
+        every_isa = {f"isa_{name}.c" for known in ISA_FLAGS.values() for name in known}
+        rest = [path for path in ext.sources if Path(path).name not in every_isa]
+        objects += self._compile(rest, [], macros)
+        target = self.get_ext_fullpath(ext.name)
+        self.compiler.link_shared_object(objects, target, extra_postargs=["-pthread"])
+
+    def _compile(
+        self, sources: list[str], flags: list[str], macros: list[tuple[str, str | None]]
+    ) -> list[str]:
+        return self.compiler.compile(
+            sources,
+            output_dir=self.build_temp,
+            macros=macros,
+            extra_postargs=[*COMMON_FLAGS, *flags],
+        )
