@@ -39,6 +39,7 @@ setup(
         "megabit": "megabit",
         "megabit_kernels": "kernels/megabit_kernels",
     },
+    package_data={"megabit_kernels.triton": ["tuned/*.json"]},
     ext_modules=[native_extension("kernels/csrc", "megabit_kernels")],
     cmdclass={"build_ext": BuildNative},
     entry_points={"console_scripts": ["megabit = megabit.cli.main:main"]},

@@ -34,5 +34,6 @@ setup(
         "torch>=2.11",
         'triton; platform_system == "Linux" and platform_machine in "x86_64 aarch64"',
     ],
-    extras_require={"benchmark": ["matplotlib"]},
+    package_data={"megabit_kernels.triton": ["tuned/*.json"]},
+    extras_require={"benchmark": ["matplotlib", "rich"]},
 )
