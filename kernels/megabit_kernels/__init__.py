@@ -15,7 +15,7 @@ from megabit_kernels.functional import (
     rms_norm_quantize,
     ternary_linear,
     ternary_matmul,
-    weight_gradient,
+    weight_gradients,
 )
 from megabit_kernels.weight import Int8Weight, TernaryWeight
 
@@ -35,5 +35,5 @@ __all__ = [
     "rms_norm_quantize",
     "ternary_linear",
     "ternary_matmul",
-    "weight_gradient",
+    "weight_gradients",
 ]

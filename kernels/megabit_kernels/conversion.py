@@ -3,7 +3,7 @@
 Every function gives what its plain form in ``layouts`` and ``packing`` gives, bit for bit.
 """
 
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ def data_dtype(layout: Layout) -> torch.dtype:
 
 def lay_out(codes: Tensor, layout: Layout) -> Tensor:
     """int8 codes ``[N, K]`` → ``layout``."""
+    check_layout(layout)
     if layout == "int8":
         return codes.contiguous()
     if layout == "packed":
@@ -47,6 +48,7 @@ def lay_out(codes: Tensor, layout: Layout) -> Tensor:
 
 def unpack(data: Tensor, layout: Layout, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """``layout`` → codes ``[N, K]`` in ``dtype``."""
+    check_layout(layout)
     if layout == "panels" and _is_native(data):
         library = native.require()
         if dtype in native.UNPACKED:
@@ -63,17 +65,32 @@ def unpack(data: Tensor, layout: Layout, n: int, k: int, dtype: torch.dtype) -> 
     return codes.to(dtype)
 
 
-def convert(data: Tensor, source: str, target: str | None, n: int, k: int) -> Tensor:
-    """A weight for an implementation that wants another layout: for tests, not for speed."""
+def convert(data: Tensor, source: str, target: str, n: int, k: int) -> Tensor:
+    """A weight for an implementation that reads another layout: for tests, not for speed."""
     if "int8_panels" in (source, target):
-        raise ValueError(f"an int8 weight in layout {source} is not one in layout {target}")
+        return lay_out_int8(unpack_int8(data, cast(Int8Layout, source), n, k), target)
     codes = unpack(data, cast(Layout, source), n, k, torch.int8)
     return lay_out(codes, cast(Layout, target))
 
 
-def lay_out_int8(values: Tensor, layout: Int8Layout) -> Tensor:
+def lay_out_int8(values: Tensor, layout: str) -> Tensor:
     """int8 ``[N, K]``, each −127 to 127 → ``layout``."""
     return native.require().pack_int8(values) if layout == "int8_panels" else values
+
+
+def unpack_int8(data: Tensor, layout: Int8Layout, n: int, k: int) -> Tensor:
+    """``layout`` → int8 ``[N, K]``."""
+    if layout == "int8":
+        return data
+    num_panels, num_quads, rows, _ = data.shape  # as ``native`` describes them
+    values = data.transpose(1, 2).reshape(num_panels * rows, num_quads * 4)[:n, :k]
+    return (values.to(torch.int16) - 128).to(torch.int8)
+
+
+def check_layout(layout: str) -> None:
+    """Raise ValueError unless a ternary weight can be held in ``layout``."""
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout {layout!r}: one of {', '.join(get_args(Layout))} is wanted")
 
 
 def _is_native(x: Tensor) -> bool:

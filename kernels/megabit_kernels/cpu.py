@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megabit_kernels import native, plain
 from megabit_kernels.conversion import Layout
-from megabit_kernels.epilogue import Epilogue, finish
+from megabit_kernels.epilogue import Epilogue, fused
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -25,18 +25,26 @@ def instruction_set() -> str:
 def ternary_product(x_q: Tensor, panels: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
     """int8 ``[M, K]`` × ``panels`` → ``[M, N]``."""
     library = native.require()
-    if epilogue is None or not epilogue.is_fp32:
-        return finish(library.ternary_matmul(x_q, panels, n), epilogue)
-    gamma = float(epilogue.w_scale)
-    return library.ternary_linear(x_q, epilogue.x_scale, panels, n, gamma, epilogue.dtype)
+
+    def product(own: Epilogue | None) -> Tensor:
+        if own is None:
+            return library.ternary_matmul(x_q, panels, n)
+        gamma = float(own.w_scale)
+        return library.ternary_linear(x_q, own.x_scale, panels, n, gamma, own.dtype)
+
+    return fused(product, epilogue)
 
 
 def int8_product(x_q: Tensor, panels: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
     """int8 ``[M, K]`` × int8 panels → ``[M, N]``."""
     library = native.require()
-    if epilogue is None or not epilogue.is_fp32:
-        return finish(library.int8_matmul(x_q, panels, n), epilogue)
-    return library.int8_linear(x_q, epilogue.x_scale, panels, n, epilogue.w_scale, epilogue.dtype)
+
+    def product(own: Epilogue | None) -> Tensor:
+        if own is None:
+            return library.int8_matmul(x_q, panels, n)
+        return library.int8_linear(x_q, own.x_scale, panels, n, own.w_scale, own.dtype)
+
+    return fused(product, epilogue)
 
 
 def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from megabit_kernels import cpu, gpu, plain
+from megabit_kernels import cpu, gpu, numerics, plain
 from megabit_kernels.conversion import Int8Layout, Layout
 
 Operation = Literal[
@@ -24,6 +24,7 @@ Operation = Literal[
     "quantize_activation",
     "rms_norm_quantize",
     "glu_rms_norm_quantize",
+    "absmean_scale",
     "ternarize",
     "cross_entropy",
     "cross_entropy_gradient",
@@ -42,6 +43,12 @@ class Implementation:
     """The layout of the weight that it reads; None where the operation has no weight."""
     accepts: Callable[[int, int, int], bool] = lambda m, n, k: True
     """Whether it computes ``[M, K] × [N, K]ᵀ`` well, or at all, on this machine."""
+
+    def runs_on(self, device: torch.device) -> bool:
+        """Whether it takes tensors of ``device``; Triton's interpreter takes a CPU's."""
+        if self.device in (None, device.type):
+            return True
+        return self.name.startswith("triton") and gpu.runs_on(device)
 
 
 def _native(m: int, n: int, k: int) -> bool:
@@ -108,6 +115,10 @@ TABLE: dict[Operation, tuple[Implementation, ...]] = {
         Implementation("triton", "cuda", gpu.glu_rms_norm_quantize, accepts=_triton),
         Implementation("torch", None, plain.glu_rms_norm_quantize),
     ),
+    "absmean_scale": (
+        Implementation("triton", "cuda", gpu.absmean_scale, accepts=_triton),
+        Implementation("torch", None, numerics.absmean_scale),
+    ),
     "ternarize": (
         Implementation("native", "cpu", cpu.ternarize, accepts=_native),
         Implementation("triton", "cuda", gpu.ternarize, accepts=_triton),
@@ -166,7 +177,7 @@ def select(
 ) -> Implementation:
     """The implementation for a call; ``layout`` is None where there is no weight yet or at all."""
     if name is not None:
-        return _named(operation, name)
+        return _named(operation, name, device)
     fallback = None
     for row in TABLE[operation]:
         if row.device in (None, device.type) and row.accepts(m, n, k):
@@ -177,9 +188,11 @@ def select(
     return fallback
 
 
-def _named(operation: Operation, name: str) -> Implementation:
+def _named(operation: Operation, name: str, device: torch.device | None = None) -> Implementation:
     for row in TABLE[operation]:
         if row.name == name:
+            if device is not None and not row.runs_on(device):
+                raise ValueError(f"implementation {name!r}: it is for {row.device}, not {device}")
             return row
     known = ", ".join(row.name for row in TABLE[operation])
     raise ValueError(f"implementation {name!r}: {operation} has {known}")

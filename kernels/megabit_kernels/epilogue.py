@@ -1,5 +1,6 @@
 """What follows an integer product: nothing, or the scaling that kernels fuse into it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,13 @@ class Epilogue:
     def apply(self, acc: Tensor) -> Tensor:
         """``[M, N]`` int32 → ``[M, N]`` in ``dtype``: the reference."""
         return numerics.dequantize_product(acc, self.x_scale, self.w_scale, self.dtype)
+
+
+def fused(product: Callable[[Epilogue | None], Tensor], epilogue: Epilogue | None) -> Tensor:
+    """A kernel's ``product`` with its own epilogue, or torch's behind it where that differs."""
+    if epilogue is None or epilogue.is_fp32:
+        return product(epilogue)
+    return epilogue.apply(product(None))
 
 
 def finish(acc: Tensor, epilogue: Epilogue | None) -> Tensor:

@@ -3,10 +3,14 @@
 The way of a token through a ternary layer: ``quantize_activation`` (or a norm that quantizes) makes
 int8 values and one scale; ``ternary_linear`` multiplies them with the codes in int32 and scales
 once. A layer split over ranks by input features takes ``ternary_matmul`` instead, sums the integers
-over ranks, and scales then. ``bit_linear`` is the whole layer with its gradients.
+over ranks, and scales then. ``bit_linear`` is the whole layer.
 
-An ``implementation`` is a name from ``implementations(operation, device)``; None is the best one.
+``bit_linear`` and ``cross_entropy`` have gradients (once); what the others give is cut off from the
+graph. An ``implementation`` is a name from ``implementations(operation, device)``; None is the best
+one. Operands of another shape, dtype or device than stated raise ValueError or TypeError.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,16 +28,20 @@ def quantize_activation(
         absmax: ``[M, 1]``, max|x| of each token where the caller knows it: of a token that spans
             ranks, or from the norm before.
     """
-    _check("x", x, 2)
-    return ops.quantize_activation(x, absmax, implementation)
+    m, _ = _matrix("x", x)
+    if absmax is not None:
+        _expect("absmax", absmax, (m, 1), like=x)
+        absmax = absmax.detach()
+    return ops.quantize_activation(x.detach(), absmax, implementation)
 
 
 def rms_norm_quantize(
     x: Tensor, gain: Tensor, eps: float, implementation: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """``quantize_activation(rms_norm(x))`` in one pass: ``x [M, K]``, ``gain [K]``."""
-    _check("x", x, 2)
-    return ops.rms_norm_quantize(x, gain, eps, implementation)
+    _, k = _matrix("x", x)
+    _expect("gain", gain, (k,), like=x)
+    return ops.rms_norm_quantize(x.detach(), gain.detach(), eps, implementation)
 
 
 def glu_rms_norm_quantize(
@@ -46,16 +54,17 @@ def glu_rms_norm_quantize(
 ) -> tuple[Tensor, Tensor]:
     """``rms_norm_quantize(act(gate) · up)``, ``act`` being ``relu2`` or ``silu``; ``[M, K]``."""
     if activation not in ("relu2", "silu"):
-        raise ValueError(f"activation {activation!r}: relu2 or silu")
-    _check("gate", gate, 2)
-    if gate.shape != up.shape:
-        raise ValueError(f"up {tuple(up.shape)}: must have the shape of gate {tuple(gate.shape)}")
-    return ops.glu_rms_norm_quantize(gate, up, gain, eps, activation, implementation)
+        raise ValueError(f"activation {activation!r}: relu2 or silu is wanted")
+    m, k = _matrix("gate", gate)
+    _expect("up", up, (m, k), like=gate)
+    _expect("gain", gain, (k,), like=gate)
+    operands = gate.detach(), up.detach(), gain.detach()
+    return ops.glu_rms_norm_quantize(*operands, eps, activation, implementation)
 
 
 def ternary_matmul(x_q: Tensor, weight: TernaryWeight, implementation: str | None = None) -> Tensor:
     """int8 ``[M, K]`` → int32 ``[M, N]``: ``Σ_k x_q[m, k] · code[n, k]``, exact."""
-    _check_product(x_q, weight.shape)
+    _check_product(x_q, weight)
     return ops.ternary_matmul(x_q, weight.data, weight.layout, weight.shape[0], implementation)
 
 
@@ -67,17 +76,22 @@ def ternary_linear(
     implementation: str | None = None,
 ) -> Tensor:
     """int8 ``[M, K]`` and s ``[M, 1]`` → ``acc · (s·γ)``, ``[M, N]`` in ``dtype``."""
-    _check_product(x_q, weight.shape)
-    return ops.ternary_linear(
-        x_q,
-        x_scale,
-        weight.data,
-        weight.scale,
-        weight.layout,
-        weight.shape[0],
-        dtype,
-        implementation,
-    )
+    _check_scaled(x_q, x_scale, weight, dtype)
+    data, scale, layout, (n, _) = weight.data, weight.scale, weight.layout, weight.shape
+    return ops.ternary_linear(x_q, x_scale, data, scale, layout, n, dtype, implementation)
+
+
+def int8_linear(
+    x_q: Tensor,
+    x_scale: Tensor,
+    weight: Int8Weight,
+    dtype: torch.dtype,
+    implementation: str | None = None,
+) -> Tensor:
+    """int8 ``[M, K]`` and s ``[M, 1]`` → ``acc · (s · scale[n])``, ``[M, N]`` in ``dtype``."""
+    _check_scaled(x_q, x_scale, weight, dtype)
+    data, scale, layout, (n, _) = weight.data, weight.scale, weight.layout, weight.shape
+    return ops.int8_linear(x_q, x_scale, data, scale, layout, n, dtype, implementation)
 
 
 def input_gradient(
@@ -89,46 +103,46 @@ def input_gradient(
         dtype: of the operands of the product; it holds the codes exactly.
         implementation: ``triton_int8``, on a GPU, rounds dY to int8: faster, and approximate.
     """
-    return ops.input_gradient(
-        grad, weight.data, weight.scale, weight.layout, weight.shape[1], dtype
-    )
+    m, _ = _matrix("grad", grad)
+    (n, k), data, layout = weight.shape, weight.data, weight.layout
+    _expect("grad", grad, (m, n), like=data)
+    return ops.input_gradient(grad, data, weight.scale, layout, k, dtype, implementation)
 
 
-def weight_gradient(grad: Tensor, x_q: Tensor, x_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """dW = (dY · s)ᵀ · x_q: ``[M, N]``, int8 ``[M, K]`` → ``[N, K]`` in ``dtype``.
-
-    The scale of a token lies on the dimension that is summed, so this product cannot be an integer
-    one; int8 values are exact in bf16. ``x_q`` may be given in ``dtype`` already, by a caller who
-    uses it for several weights.
-    """
-    return ops.weight_gradient(grad, x_q, x_scale, dtype)
-
-
-def int8_linear(
+def weight_gradients(
+    grads: Sequence[Tensor],
     x_q: Tensor,
     x_scale: Tensor,
-    weight: Int8Weight,
     dtype: torch.dtype,
     implementation: str | None = None,
-) -> Tensor:
-    """int8 ``[M, K]`` and s ``[M, 1]`` → ``acc · (s · scale[n])``, ``[M, N]`` in ``dtype``."""
-    _check_product(x_q, weight.shape)
-    return ops.int8_linear(
-        x_q,
-        x_scale,
-        weight.data,
-        weight.scale,
-        weight.layout,
-        weight.shape[0],
-        dtype,
-        implementation,
-    )
+) -> list[Tensor]:
+    """dW = (dY · s)ᵀ · x_q of weights with the same input, operands and result in ``dtype``.
+
+    The scale of a token lies on the dimension that is summed, so this product cannot be an integer
+    one; int8 values are exact in bf16.
+
+    Args:
+        grads: dY ``[M, N]`` for each weight.
+        x_q: int8 ``[M, K]``.
+        x_scale: s, ``[M, 1]``.
+
+    Returns:
+        ``[N, K]`` for each weight.
+    """
+    m, _ = _matrix("x_q", x_q)
+    _expect("x_scale", x_scale, (m, 1), like=x_q)
+    for grad in grads:
+        _expect("grad", grad, (m, grad.shape[-1]), like=x_q)
+    if x_q.device.type == "cpu":
+        x_q = x_q.to(dtype)  # once for all; on a GPU the kernel does it in registers
+    return [ops.weight_gradient(grad, x_q, x_scale, dtype, implementation) for grad in grads]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, implementation: str | None = None) -> Tensor:
     """``logits [T, V]``, int64 ``targets [T]`` → loss of each token ``[T]``, at least fp32."""
-    _check("logits", logits, 2)
-    return ops.cross_entropy(logits, targets)[0]
+    t, _ = _matrix("logits", logits)
+    _expect("targets", targets, (t,), like=logits)
+    return ops.cross_entropy(logits, targets, implementation)[0]
 
 
 def bit_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -138,19 +152,46 @@ def bit_linear(x: Tensor, weight: Tensor) -> Tensor:
     ternarized on each call; a layer that is called more often than it is updated keeps a
     ``TernaryWeight``.
     """
-    y, *_ = ops.bit_linear(x.reshape(-1, x.shape[-1]), weight)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    n, k = _matrix("weight", weight)
+    _expect("x", x, (*x.shape[:-1], k), like=weight)
+    _check_width(k)
+    y, *_ = ops.bit_linear(x.reshape(x.shape[:-1].numel(), k), weight)
+    return y.view(*x.shape[:-1], n)
 
 
-def _check(name: str, x: Tensor, dims: int) -> None:
-    if x.dim() != dims:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}: {dims} dimensions are wanted")
+def _matrix(name: str, x: Tensor) -> tuple[int, int]:
+    if x.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: 2 dimensions are wanted")
+    return x.shape[0], x.shape[1]
 
 
-def _check_product(x_q: Tensor, shape: tuple[int, int]) -> None:
+def _expect(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: {list(shape)} is wanted")
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}: {like.device} is wanted")
+
+
+def _check_width(k: int) -> None:
+    if k > numerics.MAX_EXACT_K:
+        raise ValueError(f"K = {k}: at most {numerics.MAX_EXACT_K} products add up exactly")
+
+
+def _check_product(x_q: Tensor, weight: TernaryWeight | Int8Weight) -> None:
     if x_q.dtype != torch.int8:
         raise TypeError(f"x_q is {x_q.dtype}: torch.int8 is wanted")
-    if x_q.dim() != 2 or x_q.shape[1] != shape[1]:
-        raise ValueError(f"x_q has shape {tuple(x_q.shape)}: [M, {shape[1]}] is wanted")
-    if shape[1] > numerics.MAX_EXACT_K:
-        raise ValueError(f"K = {shape[1]}: at most {numerics.MAX_EXACT_K} products add up exactly")
+    k = weight.shape[1]
+    if x_q.dim() != 2 or x_q.shape[1] != k:
+        raise ValueError(f"x_q has shape {tuple(x_q.shape)}: [M, {k}] is wanted")
+    if x_q.device != weight.data.device:
+        raise ValueError(f"weight is on {weight.data.device}: {x_q.device} is wanted")
+    _check_width(k)
+
+
+def _check_scaled(
+    x_q: Tensor, x_scale: Tensor, weight: TernaryWeight | Int8Weight, dtype: torch.dtype
+) -> None:
+    _check_product(x_q, weight)
+    _expect("x_scale", x_scale, (x_q.shape[0], 1), like=x_q)
+    if not (dtype.is_floating_point and x_scale.is_floating_point()):
+        raise TypeError(f"dtype is {dtype}, x_scale {x_scale.dtype}: floating point is wanted")

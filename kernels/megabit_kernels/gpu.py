@@ -4,13 +4,14 @@ What the kernels don't compute, fp64 above all, goes to ``plain``.
 """
 
 import importlib.util
+import sys
 
 import torch
 from torch import Tensor
 
-from megabit_kernels import plain
+from megabit_kernels import numerics, plain
 from megabit_kernels.conversion import Layout, unpack
-from megabit_kernels.epilogue import Epilogue, finish
+from megabit_kernels.epilogue import Epilogue, fused
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -20,31 +21,34 @@ def is_available() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton's kernels take tensors of ``device``: CUDA's, or any in its interpreter."""
+    if device.type == "cuda" or "triton" not in sys.modules:
+        return device.type == "cuda"
+    from megabit_kernels.triton.arithmetic import is_interpreted
+
+    return is_interpreted()
+
+
 def packed_product(x_q: Tensor, planes: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
     """int8 ``[M, K]`` × ``planes`` → ``[M, N]``."""
     from megabit_kernels.triton import products
 
-    if epilogue is None or not epilogue.is_fp32:
-        return finish(products.packed_product(x_q, planes), epilogue)
-    return products.packed_product(x_q, planes, epilogue)
+    return fused(lambda own: products.packed_product(x_q, planes, own), epilogue)
 
 
 def split_k_product(x_q: Tensor, planes: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
     """``packed_product`` for M ≤ 16, the sum over K shared by several programs."""
     from megabit_kernels.triton import products
 
-    if epilogue is None or not epilogue.is_fp32:
-        return finish(products.decode_product(x_q, planes), epilogue)
-    return products.decode_product(x_q, planes, epilogue)
+    return fused(lambda own: products.decode_product(x_q, planes, own), epilogue)
 
 
 def int8_product(x_q: Tensor, weight: Tensor, n: int, epilogue: Epilogue | None) -> Tensor:
     """int8 ``[M, K]`` × int8 ``[N, K]`` → ``[M, N]``."""
     from megabit_kernels.triton import products
 
-    if epilogue is None or not epilogue.is_fp32:
-        return finish(products.int8_product(x_q, weight), epilogue)
-    return products.int8_product(x_q, weight, epilogue)
+    return fused(lambda own: products.int8_product(x_q, weight, own), epilogue)
 
 
 def input_gradient(
@@ -75,7 +79,7 @@ def weight_gradient(grad: Tensor, x_q: Tensor, x_scale: Tensor, dtype: torch.dty
         return plain.weight_gradient(grad, x_q, x_scale, dtype)
     from megabit_kernels.triton import products
 
-    return products.weight_gradient(grad.to(dtype), x_q, x_scale)
+    return products.weight_gradient(grad.to(dtype), x_q, x_scale, dtype)
 
 
 def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -108,6 +112,15 @@ def glu_rms_norm_quantize(
 
     quantized = norm_quantize.glu_rms_norm_quantize(gate, up, gain, eps, activation)
     return quantized.x_q, quantized.scale
+
+
+def absmean_scale(weight: Tensor) -> Tensor:
+    """``numerics.absmean_scale`` in one pass over the weight."""
+    if weight.dtype not in DTYPES or weight.numel() == 0:
+        return numerics.absmean_scale(weight)
+    from megabit_kernels.triton import ternarize as kernels
+
+    return kernels.absmean_scale(weight)
 
 
 def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:

@@ -8,6 +8,7 @@ pages only to memory that asks for them (``madvise``), which neither torch nor m
 import math
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, min_bytes: int = MIN_BYTES) 
     # Private: shared memory, the default of mmap, is under another setting of the system. Of the
     # page that alignment may cost, what is not touched takes no memory.
     pages = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # advice only: a kernel may know no huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
     start = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     offset = -start % PAGE_BYTES
     return torch.frombuffer(pages, dtype=dtype, count=count, offset=offset).view(*shape)

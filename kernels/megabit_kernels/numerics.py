@@ -69,7 +69,7 @@ def dequantize_product(acc: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: tor
 def absmean_scale(weight: Tensor) -> Tensor:
     """γ of an unsharded weight: the reference for the sharded computation."""
     sum_abs = weight.abs().sum(dtype=torch.float64)
-    return weight_scale(sum_abs, weight.numel(), stats_dtype(weight.dtype))
+    return weight_scale(sum_abs, max(weight.numel(), 1), stats_dtype(weight.dtype))
 
 
 def absmean_ternarize(weight: Tensor) -> tuple[Tensor, Tensor]:

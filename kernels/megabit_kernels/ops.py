@@ -58,7 +58,7 @@ def _product(
 ) -> Tensor:
     m, k = x_q.shape
     row = select(operation, x_q.device, m, n, k, layout, implementation)
-    if row.layout != layout:
+    if row.layout is not None and row.layout != layout:
         data = conversion.convert(data, layout, row.layout, n, k)
     return row.run(x_q, data, n, epilogue)
 
@@ -100,7 +100,7 @@ def int8_linear(
 
 
 def _fake_quantized(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    x_q = torch.empty_like(x, dtype=torch.int8)
+    x_q = x.new_empty(x.shape, dtype=torch.int8)
     return x_q, x.new_empty(x.shape[0], 1, dtype=numerics.stats_dtype(x.dtype))
 
 
@@ -148,10 +148,24 @@ def lay_out(codes: Tensor, layout: str) -> Tensor:
     return _fresh(conversion.lay_out(codes, cast(Layout, layout)), codes)
 
 
-@_operation(lambda weight, scale, layout: _fake_laid_out(weight, layout))
-def ternarize(weight: Tensor, scale: Tensor, layout: str) -> Tensor:
+@_operation(
+    lambda weight, implementation=None: weight.new_empty(
+        (), dtype=numerics.stats_dtype(weight.dtype)
+    )
+)
+def absmean_scale(weight: Tensor, implementation: str | None = None) -> Tensor:
     n, k = weight.shape
-    return select("ternarize", weight.device, k, n, k).run(weight, scale, layout)
+    return select("absmean_scale", weight.device, 1, n, k, name=implementation).run(weight)
+
+
+@_operation(lambda weight, scale, layout, implementation=None: _fake_laid_out(weight, layout))
+def ternarize(
+    weight: Tensor, scale: Tensor, layout: str, implementation: str | None = None
+) -> Tensor:
+    conversion.check_layout(layout)
+    n, k = weight.shape
+    row = select("ternarize", weight.device, 1, n, k, name=implementation)
+    return row.run(weight, scale, layout)
 
 
 @_operation(lambda data, layout, n, k, dtype: data.new_empty(n, k, dtype=dtype))
@@ -184,11 +198,19 @@ def input_gradient(
 
 
 @_operation(
-    lambda grad, x_q, x_scale, dtype: grad.new_empty(grad.shape[1], x_q.shape[1], dtype=dtype)
+    lambda grad, x_q, x_scale, dtype, implementation=None: grad.new_empty(
+        grad.shape[1], x_q.shape[1], dtype=dtype
+    )
 )
-def weight_gradient(grad: Tensor, x_q: Tensor, x_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_gradient(
+    grad: Tensor,
+    x_q: Tensor,
+    x_scale: Tensor,
+    dtype: torch.dtype,
+    implementation: str | None = None,
+) -> Tensor:
     m, n = grad.shape
-    row = select("weight_gradient", grad.device, m, n, x_q.shape[1])
+    row = select("weight_gradient", grad.device, m, n, x_q.shape[1], name=implementation)
     return row.run(grad, x_q, x_scale, dtype)
 
 
@@ -209,7 +231,7 @@ def _fake_bit_linear(x: Tensor, latent: Tensor) -> tuple[Tensor, ...]:
 def bit_linear(x: Tensor, latent: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, and what its backward needs: x_q, s, the codes in the best layout, γ."""
     x_q, x_scale = quantize_activation(x)
-    w_scale = numerics.absmean_scale(latent)
+    w_scale = absmean_scale(latent)
     layout = best_layout(x.device)
     data = ternarize(latent, w_scale, layout)
     y = ternary_linear(x_q, x_scale, data, w_scale, layout, latent.shape[0], x.dtype)
@@ -239,36 +261,51 @@ torch.library.register_autograd(
 )
 
 
-def _fake_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_cross_entropy(
+    logits: Tensor, targets: Tensor, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
     dtype = numerics.stats_dtype(logits.dtype)
     tokens = logits.shape[0]
     return logits.new_empty(tokens, dtype=dtype), logits.new_empty(tokens, 2, dtype=dtype)
 
 
 @_operation(_fake_cross_entropy)
-def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, implementation: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Loss of each token, and what its gradient needs."""
     t, v = logits.shape
-    return select("cross_entropy", logits.device, t, v, 1).run(logits, targets)
+    row = select("cross_entropy", logits.device, t, v, 1, name=implementation)
+    return row.run(logits, targets)
 
 
-@_operation(lambda grad, logits, targets, normalizer: torch.empty_like(logits))
+@_operation(
+    lambda grad, logits, targets, normalizer, implementation=None: logits.new_empty(logits.shape)
+)
 def cross_entropy_gradient(
-    grad: Tensor, logits: Tensor, targets: Tensor, normalizer: Tensor
+    grad: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    implementation: str | None = None,
 ) -> Tensor:
     t, v = logits.shape
-    row = select("cross_entropy_gradient", logits.device, t, v, 1)
+    row = select("cross_entropy_gradient", logits.device, t, v, 1, name=implementation)
     return row.run(grad, logits, targets, normalizer)
 
 
 def _save_for_cross_entropy(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 ) -> None:
-    ctx.save_for_backward(*inputs, output[1])
+    logits, targets, ctx.implementation = inputs
+    ctx.save_for_backward(logits, targets, output[1])
 
 
-def _cross_entropy_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-    return cross_entropy_gradient(grads[0].contiguous(), *ctx.saved_tensors), None
+def _cross_entropy_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    logits, targets, normalizer = ctx.saved_tensors
+    grad = grads[0].contiguous()
+    gradient = cross_entropy_gradient(grad, logits, targets, normalizer, ctx.implementation)
+    return gradient, None, None
 
 
 torch.library.register_autograd(

@@ -51,7 +51,7 @@ def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tenso
     if absmax is None:
         absmax = numerics.absmax(x)
     scale = numerics.activation_scale(absmax)
-    return numerics.quantize_activation(x, scale), scale
+    return numerics.quantize_activation(x, scale).contiguous(), scale
 
 
 def rms_norm_quantize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def cross_entropy_gradient(
     largest, total = normalizer.unsqueeze(-1).unbind(1)
     result = (logits.to(normalizer.dtype) - largest).exp_().mul_(grad.unsqueeze(-1) / total)
     result.scatter_add_(-1, targets.unsqueeze(-1), -grad.unsqueeze(-1))
-    return result.to(logits.dtype)
+    return result.to(logits.dtype).contiguous()
 
 
 def _plain_strides(x: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megabit_kernels import numerics, ops, packing
-from megabit_kernels.conversion import Int8Layout, Layout, lay_out_int8
+from megabit_kernels import ops, packing
+from megabit_kernels.conversion import Int8Layout, Layout, check_layout, lay_out_int8
 from megabit_kernels.dispatch import best_int8_layout, best_layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TernaryWeight:
     """A ternary matrix ``γ · code`` of ``[N, K]`` codes; parts of a logical tensor have its γ."""
 
@@ -26,6 +26,16 @@ class TernaryWeight:
     """(N, K)"""
     scale: Tensor
     """γ, 0-dimensional"""
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout)
+        if self.scale.dim() != 0 or not self.scale.is_floating_point():
+            raise ValueError(
+                f"scale is {self.scale.dtype} {tuple(self.scale.shape)}: γ is one number, "
+                "a 0-dimensional floating-point tensor"
+            )
+        if self.scale.device != self.data.device:
+            raise ValueError(f"scale is on {self.scale.device}, the codes on {self.data.device}")
 
     @staticmethod
     def from_latent(
@@ -38,8 +48,9 @@ class TernaryWeight:
             layout: None is the best one for the weight's device.
         """
         packing.require_matrix("weight", weight, weight.dtype)
+        weight = weight.detach()
         if scale is None:
-            scale = numerics.absmean_scale(weight)
+            scale = ops.absmean_scale(weight)
         layout = layout or best_layout(weight.device)
         n, k = weight.shape
         return TernaryWeight(ops.ternarize(weight, scale, layout), layout, (n, k), scale)
@@ -85,7 +96,7 @@ class TernaryWeight:
         return replace(self, data=ops.lay_out(self.codes(), layout), layout=layout)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Int8Weight:
     """An int8 matrix with one scale for each row: an output head for inference.
 
@@ -101,11 +112,12 @@ class Int8Weight:
     """fp32 ``[N]``"""
 
     @staticmethod
-    def from_float(weight: Tensor) -> "Int8Weight":
+    def from_float(weight: Tensor, layout: Int8Layout | None = None) -> "Int8Weight":
         """Round ``weight [N, K]`` to int8: row n has the scale max|w[n]| / 127."""
         packing.require_matrix("weight", weight, weight.dtype)
         n, k = weight.shape
-        values, scale = ops.quantize_activation(weight.float())  # the same rule, row by row
-        layout = best_int8_layout(weight.device)
+        weight = weight.detach().float()
+        values, scale = ops.quantize_activation(weight)  # the same rule, row by row
+        layout = layout or best_int8_layout(weight.device)
         data = lay_out_int8(values, layout)
         return Int8Weight(data, layout, (n, k), scale.flatten())

@@ -14,7 +14,7 @@ weight again.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from megabit_kernels import (
     quantize_activation,
     ternary_linear,
     ternary_matmul,
-    weight_gradient,
+    weight_gradients,
 )
 
 
@@ -206,11 +206,9 @@ class _ColumnParallelTernary(Function):
                 dx += input_gradient(grad, w, dtype)
             reduce = reduce_scatter if context.sequence_parallel else all_reduce
             dx = reduce(dx, context.tp).to(ctx.dtype)
-        x_hat = x_q.to(dtype)  # once for all layers
-        dw = [
-            weight_gradient(grad, x_hat, scale, dtype).to(context.master_dtype) if needed else None
-            for grad, needed in zip(grads, ctx.needs_input_grad[4:], strict=True)
-        ]
+        wanted = ctx.needs_input_grad[4:]
+        dws = iter(weight_gradients([*compress(grads, wanted)], x_q, scale, dtype))
+        dw = [next(dws).to(context.master_dtype) if needed else None for needed in wanted]
         return dx, None, None, None, *dw
 
 
@@ -246,5 +244,6 @@ class _RowParallelTernary(Function):
         if ctx.needs_input_grad[0]:
             dx = input_gradient(grad, ctx.ternary, dtype).to(ctx.dtype)
         if ctx.needs_input_grad[4]:
-            dw = weight_gradient(grad, x_q, scale, dtype).to(context.master_dtype)
+            (dw,) = weight_gradients([grad], x_q, scale, dtype)
+            dw = dw.to(context.master_dtype)
         return dx, None, None, None, dw

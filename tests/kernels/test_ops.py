@@ -11,14 +11,17 @@ from megabit_kernels import (
     TernaryWeight,
     bit_linear,
     cross_entropy,
+    input_gradient,
     numerics,
     quantize_activation,
+    rms_norm_quantize,
     ternary_linear,
+    ternary_matmul,
+    weight_gradients,
 )
 from megabit_kernels.conversion import Layout
 
 OPS = torch.ops.megabit
-GENERATOR_SEED = 0
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,6 +39,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     x_q, x_scale, weight = operands()
     panels = weight.to_layout("panels")
     head = Int8Weight.from_float(randn(66, 70))
+    strided = randn(70, 5).t()
     x, grad, gain = randn(5, 70), randn(5, 66), randn(70)
     targets = torch.tensor([0, 3, 69, 5, 1])
     bit = (weight.data, weight.scale, "int8", 70, torch.float32)
@@ -54,6 +58,17 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             OPS.int8_linear,
             (x_q, x_scale, head.data, head.scale, head.layout, 66, torch.float32),
         ),
+        "quantize_activation of a transposed view": (OPS.quantize_activation, (strided, None)),
+        "rms_norm_quantize of a transposed view": (OPS.rms_norm_quantize, (strided, gain, 1e-5)),
+        "cross_entropy_gradient of a transposed view": (
+            OPS.cross_entropy_gradient,
+            (randn(5), strided, targets, OPS.cross_entropy(strided, targets)[1]),
+        ),
+        "weight_gradient of a transposed view": (
+            OPS.weight_gradient,
+            (randn(66, 5).t(), x_q, x_scale, torch.float32),
+        ),
+        "absmean_scale": (OPS.absmean_scale, (randn(66, 70),)),
         "lay_out": (OPS.lay_out, (weight.data, "panels")),
         "lay_out int8": (OPS.lay_out, (weight.data, "int8")),
         "ternarize": (OPS.ternarize, (randn(66, 70), weight.scale, "panels")),
@@ -87,6 +102,77 @@ def test_every_op_is_checked() -> None:
         if name.startswith("megabit::")
     }
     assert registered == {name.split(" ")[0] for name in calls()}
+
+
+@pytest.mark.parametrize("name", calls())
+def test_an_unknown_implementation_is_refused_by_every_op_that_takes_one(name: str) -> None:
+    op, arguments = calls()[name]
+    names = [argument.name for argument in op.default._schema.arguments]
+    if "implementation" in names:
+        given = dict(zip(names, arguments, strict=False)) | {"implementation": "fast"}
+        with pytest.raises(ValueError, match=r"implementation 'fast': \w+ has "):
+            op(**given)
+    else:
+        assert name.split(" ")[0] in {"lay_out", "unpack", "bit_linear"}
+
+
+def test_an_implementation_for_another_device_is_refused() -> None:
+    x_q, _, weight = operands()
+    with pytest.raises(ValueError, match="implementation 'cublas_int8': it is for cuda, not cpu"):
+        ternary_matmul(x_q, weight, "cublas_int8")
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (randn(2, 15), randn(4, 16), r"x has shape \(2, 15\): \[2, 16\] is wanted"),
+        (randn(2, 1), randn(4, 16), r"x has shape \(2, 1\): \[2, 16\] is wanted"),
+        (randn(2, 16), randn(16), r"weight has shape \(16,\): 2 dimensions are wanted"),
+        (randn(2, 16).to("meta"), randn(4, 16), "x is on meta: cpu is wanted"),
+        (torch.empty(0, 131_073), torch.empty(0, 131_073), "K = 131073: at most 131072"),
+    ],
+)
+def test_bit_linear_refuses_what_does_not_fit(x: Tensor, weight: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bit_linear(x, weight)
+
+
+def test_scales_and_statistics_must_have_their_shape() -> None:
+    x_q, x_scale, weight = operands()
+    for bad in (x_scale.flatten(), x_scale.t(), x_scale[:1], x_scale.expand(5, 66)):
+        with pytest.raises(ValueError, match=r"x_scale has shape .*: \[5, 1\] is wanted"):
+            ternary_linear(x_q, bad, weight, torch.float32)
+        with pytest.raises(ValueError, match=r"x_scale has shape .*: \[5, 1\] is wanted"):
+            weight_gradients([randn(5, 66)], x_q, bad, torch.float32)
+    with pytest.raises(ValueError, match=r"absmax has shape \(5,\): \[5, 1\] is wanted"):
+        quantize_activation(randn(5, 70), randn(5))
+    with pytest.raises(ValueError, match=r"gain has shape \(1,\): \[70\] is wanted"):
+        rms_norm_quantize(randn(5, 70), randn(1), 1e-5)
+    with pytest.raises(ValueError, match=r"grad has shape \(5, 7\): \[5, 66\] is wanted"):
+        input_gradient(randn(5, 7), weight, torch.float32)
+    with pytest.raises(TypeError, match=r"dtype is torch\.int8"):
+        ternary_linear(x_q, x_scale, weight, torch.int8)
+
+
+def test_what_has_no_gradient_is_cut_off() -> None:
+    x = randn(5, 70).requires_grad_()
+    _, _, weight = operands()
+    y = ternary_linear(*quantize_activation(x), weight, torch.float32)
+    assert not y.requires_grad
+    assert not rms_norm_quantize(x, randn(70), 1e-5)[1].requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (3, 0)])
+def test_an_empty_batch_or_an_empty_input(shape: tuple[int, ...]) -> None:
+    x = randn(*shape).requires_grad_()
+    weight = randn(32, shape[-1]).requires_grad_()
+    y = bit_linear(x, weight)
+    assert y.shape == (*shape[:-1], 32)
+    assert not y.any()
+    y.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert not weight.grad.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,5 +1,7 @@
 """Weights keep their codes in every layout, and refuse what is not ternary."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from megabit_kernels import (
     numerics,
     packing,
     quantize_activation,
+    ternary_linear,
 )
 from megabit_kernels.conversion import Layout
 from megabit_kernels.dispatch import best_layout
@@ -70,8 +73,30 @@ def test_the_best_layout_holds_four_codes_in_a_byte_where_a_kernel_reads_them() 
     assert weight.nbytes == 640 * 2560 // (1 if weight.layout == "int8" else 4)
 
 
+def test_a_weight_is_no_part_of_the_graph() -> None:
+    latent = torch.nn.Parameter(torch.randn(8, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = TernaryWeight.from_latent(latent)
+    assert not weight.scale.requires_grad
+
+
+def test_an_empty_weight_has_the_smallest_scale() -> None:
+    weight = TernaryWeight.from_latent(torch.empty(8, 0))
+    assert weight.scale == torch.tensor(numerics.MIN_SCALE)
+    y = ternary_linear(torch.empty(2, 0, dtype=torch.int8), torch.ones(2, 1), weight, torch.float32)
+    assert not y.any()
+
+
 def test_what_is_not_ternary_is_refused() -> None:
     scale = torch.tensor(1.0)
+    with pytest.raises(ValueError, match="layout 'foo': one of packed, planes, panels, int8"):
+        TernaryWeight.from_codes(random_codes(4, 4), scale, "foo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layout 'foo': one of packed, planes, panels, int8"):
+        TernaryWeight.from_latent(torch.ones(4, 4), layout="foo")  # type: ignore[arg-type]
+    for bad in (torch.ones(1), torch.ones(4), torch.tensor(1)):
+        with pytest.raises(ValueError, match=r"scale is torch\.\w+ .*: γ is one number"):
+            TernaryWeight.from_codes(random_codes(4, 4), bad)
     with pytest.raises(ValueError, match="codes must hold −1, 0 and 1 only, not 2"):
         TernaryWeight.from_codes(torch.tensor([[2]], dtype=torch.int8), scale)
     with pytest.raises(TypeError, match=r"codes must be torch\.int8"):
@@ -97,8 +122,8 @@ def test_an_int8_head_scales_each_row_by_itself(m: int, k: int, n: int, dtype: t
     assert torch.equal(int8_linear(x_q, x_scale, head, dtype), expected)
     rows = Int8Weight(values, "int8", (n, k), scale)
     for name in implementations("int8_linear", "cpu"):
-        if name != "native":
-            assert torch.equal(int8_linear(x_q, x_scale, rows, dtype, name), expected)
+        for held in (head, rows, Int8Weight.from_float(weight, "int8")):
+            assert torch.equal(int8_linear(x_q, x_scale, held, dtype, name), expected)
 
 
 def test_the_largest_int8_sums_are_exact() -> None:
