@@ -25,6 +25,8 @@ setup(
     name="megabit-kernels",
     version=version(),
     description="Exact products of int8 activations and ternary weights, on CPUs and GPUs",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(".", include=["megabit_kernels", "megabit_kernels.*"]),
