@@ -42,11 +42,11 @@ bench: setup ## measure products at the trainer's shapes, then training throughp
 	@$(PY) -m megabit bench kernels --shapes trainer --m 16,1024 --out runs/bench-trainer
 	@$(PY) examples/benchmarks/throughput.py
 
-bench-kernels: setup ## measure the kernels against the machine's limits (an hour at most)
+bench-kernels: setup ## measure the kernels against the machine's limits (over an hour; --quick takes a minute)
 	@$(PY) -m megabit bench kernels
 
 clean: ## remove .venv, build products and caches (data/ and runs/ stay)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info kernels/build kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find megabit kernels tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 	find megabit kernels -name '*.so' -type f -delete
 
@@ -72,3 +72,4 @@ $(STAMP): setup.py constraints.txt kernels/native_build.py $(wildcard kernels/cs
 	@$(PY) -m pip install -qq --disable-pip-version-check --prefer-binary -c constraints.txt -e '.[dev]'
 	@touch $@
 	@echo "Ready: $$($(PY) -c 'import megabit, torch; print("megabit", megabit.__version__, "with torch", torch.__version__)')"
+	@$(PY) -W ignore -c 'from megabit_kernels.native import isas; print("Native CPU kernels:", ", ".join(isas()) or "none, so products run through torch, several times slower. Install gcc or clang, then: touch setup.py; make setup")'

@@ -8,6 +8,7 @@ Both setup.py files use this: the one beside it and the one of the repository.
 """
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 from setuptools import Extension
@@ -39,6 +40,8 @@ ISA_FLAGS = {
     },
     "aarch64": {"neondot": ["-march=armv8.2-a+dotprod"]},
 }
+CHOICE = "isa.c"
+"""The file that chooses among the instruction sets; it is told which ones there are."""
 MACHINE_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
@@ -67,10 +70,12 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         try:
             self._build(ext)
-        except (CompileError, LinkError, PlatformError) as error:
+        except (CompileError, LinkError, PlatformError):
+            compiler = " ".join(getattr(self.compiler, "compiler", [])[:1]) or "no known compiler"
             self.warn(
-                f"the native CPU kernels were not built ({error}); ternary products on the CPU run "
-                "through torch, several times slower. Install gcc or clang, then install again."
+                f"the native CPU kernels were not built ({compiler} failed): ternary products on "
+                "the CPU run through torch, several times slower. Install gcc or clang, then this "
+                "package once more."
             )
 
     def _build(self, ext: Extension) -> None:
@@ -78,28 +83,31 @@ class BuildNative(build_ext):
             raise PlatformError(f"{self.compiler.compiler_type} is neither gcc nor clang")
         machine = platform.machine().lower()
         flags = ISA_FLAGS.get(MACHINE_NAMES.get(machine, machine), {})
-        objects: list[str] = []
-        macros: list[tuple[str, str | None]] = []
+        sources = {Path(path).name: path for path in ext.sources}
+        with_flags = {f"isa_{name}.c" for known in ISA_FLAGS.values() for name in known}
+        plain = [path for name, path in sources.items() if name not in {*with_flags, CHOICE}]
+        objects = self._compile(plain)
+        found: list[tuple[str, str | None]] = []
         for name in flags:
-            source = next(path for path in ext.sources if path.endswith(f"isa_{name}.c"))
             try:
-                objects += self._compile([source], flags[name], [])
+                objects += self._compile([sources[f"isa_{name}.c"]], flags[name])
             except CompileError:
                 self.warn(f"the compiler cannot build the kernels for {name}; they are left out")
             else:
-                macros.append((f"WITH_{name.upper()}", None))
-        every_isa = {f"isa_{name}.c" for known in ISA_FLAGS.values() for name in known}
-        rest = [path for path in ext.sources if Path(path).name not in every_isa]
-        objects += self._compile(rest, [], macros)
+                found.append((f"WITH_{name.upper()}", None))
+        objects += self._compile([sources[CHOICE]], macros=found)
         target = self.get_ext_fullpath(ext.name)
         self.compiler.link_shared_object(objects, target, extra_postargs=["-pthread"])
 
     def _compile(
-        self, sources: list[str], flags: list[str], macros: list[tuple[str, str | None]]
+        self,
+        sources: list[str],
+        flags: Sequence[str] = (),
+        macros: Sequence[tuple[str, str | None]] = (),
     ) -> list[str]:
         return self.compiler.compile(
             sources,
             output_dir=self.build_temp,
-            macros=macros,
+            macros=list(macros),
             extra_postargs=[*COMMON_FLAGS, *flags],
         )

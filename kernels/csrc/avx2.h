@@ -15,6 +15,11 @@ INLINE __m256i load(const void *from)
     return _mm256_loadu_si256(from);
 }
 
+INLINE void store(void *to, __m256i vector)
+{
+    _mm256_storeu_si256(to, vector);
+}
+
 /* The quad at x in each lane. */
 INLINE __m256i broadcast(const int8_t *x)
 {
@@ -42,16 +47,15 @@ INLINE void used(__m256i vector)
     __asm__ volatile("" : : "x"(vector));
 }
 
-static void unpack(const uint8_t *panel, int64_t quads, uint8_t *codes)
+static void unpack(const uint8_t *panel, int64_t blocks, uint8_t *codes)
 {
-    for (int64_t block = 0; block < quads / QUADS_PER_BLOCK; block++, panel += BLOCK_BYTES) {
+    for (int64_t block = 0; block < blocks; block++, panel += PACKED_BLOCK) {
         for (int v = 0; v < VECTORS; v++) {
             __m256i packed = load(panel + VECTOR_BYTES * v);
             UNROLLED(plane, QUADS_PER_BLOCK)
-                _mm256_storeu_si256((__m256i *)(codes + QUAD_BYTES * plane + VECTOR_BYTES * v),
-                                    codes_of(packed, plane));
+                store(codes + QUAD_BYTES * plane + VECTOR_BYTES * v, codes_of(packed, plane));
         }
-        codes += QUADS_PER_BLOCK * QUAD_BYTES;
+        codes += BYTE_BLOCK;
     }
 }
 

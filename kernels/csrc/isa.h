@@ -1,6 +1,6 @@
 /* What the drivers need from an instruction set. Each isa_*.c fills one table with functions that
- * are compiled for it. Below, a *quad* is four consecutive k, what one lane of a dot-product
- * instruction takes; a *block* is 16 k of a panel of 64 rows. */
+ * are compiled for it. A *quad* is four consecutive k, what one lane of a dot-product instruction
+ * takes; a *block* is 16 consecutive k of the 64 rows of a panel, or of a row of x. */
 #ifndef MEGABIT_ISA_H
 #define MEGABIT_ISA_H
 
@@ -14,38 +14,43 @@ enum {
     QUAD = 4,
     QUADS_PER_BLOCK = 4,
     BLOCK_K = QUAD * QUADS_PER_BLOCK,
-    BLOCK_BYTES = PANEL_ROWS * BLOCK_K / 4, /* of a ternary panel */
-    QUAD_BYTES = PANEL_ROWS * QUAD,         /* of a panel of bytes */
+    PACKED_BLOCK = PANEL_ROWS * BLOCK_K / 4, /* bytes of a block in a ternary panel */
+    QUAD_BYTES = PANEL_ROWS * QUAD,          /* of a quad in a panel of bytes */
+    BYTE_BLOCK = QUAD_BYTES * QUADS_PER_BLOCK,
+    CHUNK_BLOCKS = 32, /* a tile is given at most so many of a panel at a time */
     MAX_SINGLE_ROWS = 4,
 };
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* A loop of so many turns, a small constant, over variables that must live in registers. */
+/* A loop of so many turns, a small constant, over variables that must live in registers; and one
+ * that stays a loop, since unrolled it would need more registers than there are. */
 #if defined(__clang__)
 #define UNROLLED(i, turns) _Pragma("clang loop unroll(full)") for (int i = 0; i < (turns); i++)
+#define ROLLED(i, turns) _Pragma("clang loop unroll(disable)") for (int i = 0; i < (turns); i++)
 #else
 #define UNROLLED(i, turns) _Pragma("GCC unroll 32") for (int i = 0; i < (turns); i++)
+#define ROLLED(i, turns) _Pragma("GCC unroll 1") for (int i = 0; i < (turns); i++)
 #endif
 
-typedef void tile_function(const uint8_t *w, const int8_t *x, int64_t quads, int rows,
+typedef void tile_function(const uint8_t *w, const int8_t *x, int64_t blocks, int rows,
                            int32_t *sum);
 
 /* Integer microkernels. All of them add to int32 sums: sum[r][n] += sum over k of w[n][k] * x[r][k]
  * for the 64 rows n of a panel, where w is a code (0, 1, 2) or a byte. Sums wrap modulo 2^32; what
  * follows takes away the offset of w, and the true sum fits. A *tile* of x has up to `tile_rows`
- * rows and lies in memory as [quads][rows][4], so that each step reads the next bytes. */
+ * rows and lies in memory as [blocks][rows][16], so that each step reads the next bytes. */
 struct microkernels {
     int single_rows; /* up to so many rows of x, one by one is quicker than a tile */
     int tile_rows;
     int byte_offset; /* byte_tile multiplies by w + byte_offset */
 
-    /* One row of x, plain, with a ternary panel; whole blocks. */
-    void (*ternary_row)(const uint8_t *panel, const int8_t *x, int64_t quads, int32_t *sum);
-    /* A ternary panel to 256 bytes a quad, as ternary_tile wants them; whole blocks. NULL if that
+    /* One row of x, plain, with a ternary panel. */
+    void (*ternary_row)(const uint8_t *panel, const int8_t *x, int64_t blocks, int32_t *sum);
+    /* A ternary panel to a byte for each code, in the order that ternary_tile wants. NULL if that
      * takes the panel itself. */
-    void (*unpack)(const uint8_t *panel, int64_t quads, uint8_t *codes);
-    /* A tile of x with unpacked codes; whole blocks. */
+    void (*unpack)(const uint8_t *panel, int64_t blocks, uint8_t *codes);
+    /* A tile of x with unpacked codes. */
     tile_function *ternary_tile;
     /* A tile of x with the bytes w + 128 of an int8 panel. */
     tile_function *byte_tile;

@@ -10,8 +10,7 @@
 enum {
     TILE_ROWS = 4,
     PREFETCH_BYTES = 8192,
-    MAX_STEPS = 63,                           /* of up to 2 * 128 * 2 */
-    MAX_BLOCKS = MAX_STEPS / QUADS_PER_BLOCK, /* each of four steps */
+    MAX_BLOCKS = 15, /* of four sums of up to 2 * 128 * 2 */
 };
 
 /* Adds neighbouring 16-bit sums, and the result to 32-bit ones. */
@@ -20,17 +19,17 @@ INLINE void widen_to(int32_t *sum, __m256i sums16)
     /* GCC would otherwise keep copies for this, and make them inside the loop before. */
     sums16 = in_register(sums16);
     __m256i sums32 = _mm256_madd_epi16(sums16, _mm256_set1_epi16(1));
-    _mm256_storeu_si256((__m256i *)sum, _mm256_add_epi32(load(sum), sums32));
+    store(sum, _mm256_add_epi32(load(sum), sums32));
 }
 
-static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t quads, int32_t *sum)
+static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t blocks, int32_t *sum)
 {
-    for (int64_t blocks = quads / QUADS_PER_BLOCK; blocks > 0; blocks -= MAX_BLOCKS) {
+    for (int64_t left = blocks; left > 0; left -= MAX_BLOCKS) {
         __m256i acc[VECTORS];
         UNROLLED(v, VECTORS)
             acc[v] = _mm256_setzero_si256();
-        int64_t steps = blocks < MAX_BLOCKS ? blocks : MAX_BLOCKS;
-        for (int64_t step = 0; step < steps; step++, panel += BLOCK_BYTES, x += BLOCK_K) {
+        int64_t steps = left < MAX_BLOCKS ? left : MAX_BLOCKS;
+        for (int64_t step = 0; step < steps; step++, panel += PACKED_BLOCK, x += BLOCK_K) {
             __m256i quad[QUADS_PER_BLOCK];
             UNROLLED(plane, QUADS_PER_BLOCK)
                 quad[plane] = broadcast(x + QUAD * plane);
@@ -49,84 +48,95 @@ static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t quads, in
     }
 }
 
-/* Up to MAX_STEPS quads of two vectors of the panel; `codes` and `sum` begin there. */
-INLINE void ternary_tile_of(int rows, const uint8_t *codes, const int8_t *x, int64_t quads,
-                            int32_t *sum)
+/* Up to MAX_BLOCKS of two vectors of the panel; `codes` and `sum` begin there. */
+INLINE void ternary_strip(int rows, const uint8_t *codes, const int8_t *x, int64_t blocks,
+                          int32_t *sum)
 {
-    __m256i low[TILE_ROWS], high[TILE_ROWS];
+    __m256i acc[TILE_ROWS][2];
     UNROLLED(r, rows)
-        low[r] = high[r] = _mm256_setzero_si256();
-    for (int64_t quad = 0; quad < quads; quad++, codes += QUAD_BYTES, x += QUAD * rows) {
-        __m256i w_low = load(codes), w_high = load(codes + VECTOR_BYTES);
-        UNROLLED(r, rows) {
-            __m256i x_quad = broadcast(x + QUAD * r);
-            low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(w_low, x_quad));
-            high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(w_high, x_quad));
+        UNROLLED(v, 2)
+            acc[r][v] = _mm256_setzero_si256();
+    for (int64_t block = 0; block < blocks; block++, x += BLOCK_K * rows)
+        ROLLED(quad, QUADS_PER_BLOCK) {
+            __m256i w[2] = {load(codes), load(codes + VECTOR_BYTES)};
+            UNROLLED(r, rows) {
+                __m256i x_quad = broadcast(x + BLOCK_K * r + QUAD * quad);
+                UNROLLED(v, 2)
+                    acc[r][v] = _mm256_add_epi16(acc[r][v], _mm256_maddubs_epi16(w[v], x_quad));
+            }
+            codes += QUAD_BYTES;
         }
-    }
-    UNROLLED(r, rows) {
-        widen_to(sum + PANEL_ROWS * r, low[r]);
-        widen_to(sum + PANEL_ROWS * r + VECTOR_LANES, high[r]);
-    }
+    UNROLLED(r, rows)
+        UNROLLED(v, 2)
+            widen_to(sum + PANEL_ROWS * r + VECTOR_LANES * v, acc[r][v]);
 }
 
 /* The number of rows must be a constant for the sums to live in registers. */
-static void ternary_tile(const uint8_t *codes, const int8_t *x, int64_t quads, int rows,
+static void ternary_tile(const uint8_t *codes, const int8_t *x, int64_t blocks, int rows,
                          int32_t *sum)
 {
-    for (int64_t left = quads; left > 0; left -= MAX_STEPS) {
-        int64_t steps = left < MAX_STEPS ? left : MAX_STEPS;
+    for (int64_t left = blocks; left > 0; left -= MAX_BLOCKS) {
+        int64_t steps = left < MAX_BLOCKS ? left : MAX_BLOCKS;
         for (int v = 0; v < VECTORS; v += 2) {
             const uint8_t *w = codes + VECTOR_BYTES * v;
             int32_t *to = sum + VECTOR_LANES * v;
             switch (rows) {
-            case 1: ternary_tile_of(1, w, x, steps, to); break;
-            case 2: ternary_tile_of(2, w, x, steps, to); break;
-            case 3: ternary_tile_of(3, w, x, steps, to); break;
-            default: ternary_tile_of(4, w, x, steps, to); break;
+            case 1: ternary_strip(1, w, x, steps, to); break;
+            case 2: ternary_strip(2, w, x, steps, to); break;
+            case 3: ternary_strip(3, w, x, steps, to); break;
+            default: ternary_strip(4, w, x, steps, to); break;
             }
         }
-        codes += QUAD_BYTES * steps;
-        x += QUAD * rows * steps;
+        codes += BYTE_BLOCK * steps;
+        x += BLOCK_K * rows * steps;
     }
 }
 
-/* Two vectors of the panel; `bytes` and `sum` begin there. */
-INLINE void byte_tile_of(int rows, const uint8_t *bytes, const int8_t *x, int64_t quads,
-                         int32_t *sum)
+/* All rows with so many vectors of the panel; `bytes` and `sum` begin there. */
+INLINE void byte_strip(int rows, int vectors, const uint8_t *bytes, const int8_t *x, int64_t blocks,
+                       int32_t *sum)
 {
     const __m256i sign = _mm256_set1_epi8((char)0x80), ones = _mm256_set1_epi16(1);
-    __m256i low[TILE_ROWS], high[TILE_ROWS];
-    UNROLLED(r, rows) {
-        low[r] = load(sum + PANEL_ROWS * r);
-        high[r] = load(sum + PANEL_ROWS * r + VECTOR_LANES);
-    }
-    for (int64_t quad = 0; quad < quads; quad++, bytes += QUAD_BYTES, x += QUAD * rows) {
-        __m256i w_low = _mm256_xor_si256(load(bytes), sign); /* w + 128 to w */
-        __m256i w_high = _mm256_xor_si256(load(bytes + VECTOR_BYTES), sign);
-        UNROLLED(r, rows) {
-            __m256i x_quad = broadcast(x + QUAD * r), magnitude = _mm256_abs_epi8(x_quad);
-            __m256i pairs_low = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w_low, x_quad));
-            __m256i pairs_high = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w_high, x_quad));
-            low[r] = _mm256_add_epi32(low[r], _mm256_madd_epi16(pairs_low, ones));
-            high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(pairs_high, ones));
+    __m256i acc[TILE_ROWS][VECTORS];
+    UNROLLED(r, rows)
+        UNROLLED(v, vectors)
+            acc[r][v] = load(sum + PANEL_ROWS * r + VECTOR_LANES * v);
+    for (int64_t block = 0; block < blocks; block++, x += BLOCK_K * rows)
+        ROLLED(quad, QUADS_PER_BLOCK) {
+            __m256i w[VECTORS];
+            UNROLLED(v, vectors)
+                w[v] = _mm256_xor_si256(load(bytes + VECTOR_BYTES * v), sign); /* w + 128 to w */
+            UNROLLED(r, rows) {
+                __m256i x_quad = broadcast(x + BLOCK_K * r + QUAD * quad);
+                __m256i magnitude = _mm256_abs_epi8(x_quad);
+                UNROLLED(v, vectors) {
+                    __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w[v], x_quad));
+                    acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pairs, ones));
+                }
+            }
+            bytes += QUAD_BYTES;
         }
-    }
-    UNROLLED(r, rows) {
-        _mm256_storeu_si256((__m256i *)(sum + PANEL_ROWS * r), low[r]);
-        _mm256_storeu_si256((__m256i *)(sum + PANEL_ROWS * r + VECTOR_LANES), high[r]);
-    }
+    UNROLLED(r, rows)
+        UNROLLED(v, vectors)
+            store(sum + PANEL_ROWS * r + VECTOR_LANES * v, acc[r][v]);
 }
 
-static void byte_tile(const uint8_t *bytes, const int8_t *x, int64_t quads, int rows, int32_t *sum)
+/* In strips as wide as registers allow; a single row reads the panel in one stream. */
+INLINE void byte_strips(int rows, int vectors, const uint8_t *bytes, const int8_t *x,
+                        int64_t blocks, int32_t *sum)
 {
-    for (int v = 0; v < VECTORS; v += 2, bytes += 2 * VECTOR_BYTES, sum += 2 * VECTOR_LANES)
-        switch (rows) {
-        case 1: byte_tile_of(1, bytes, x, quads, sum); break;
-        case 2: byte_tile_of(2, bytes, x, quads, sum); break;
-        case 3: byte_tile_of(3, bytes, x, quads, sum); break;
-        default: byte_tile_of(4, bytes, x, quads, sum); break;
-        }
+    for (int v = 0; v < VECTORS; v += vectors)
+        byte_strip(rows, vectors, bytes + VECTOR_BYTES * v, x, blocks, sum + VECTOR_LANES * v);
+}
+
+static void byte_tile(const uint8_t *bytes, const int8_t *x, int64_t blocks, int rows, int32_t *sum)
+{
+    switch (rows) {
+    case 1: byte_strips(1, 8, bytes, x, blocks, sum); break;
+    case 2: byte_strips(2, 4, bytes, x, blocks, sum); break;
+    case 3: byte_strips(3, 2, bytes, x, blocks, sum); break;
+    default: byte_strips(4, 2, bytes, x, blocks, sum); break;
+    }
 }
 
 static int64_t dot_loop(int64_t count)

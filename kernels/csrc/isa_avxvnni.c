@@ -6,13 +6,12 @@
 /* Six rows of x and two vectors make 12 sums, with two weights and one x 15 of 16 registers. */
 enum { TILE_ROWS = 6, PREFETCH_BYTES = 8192 };
 
-static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t quads, int32_t *sum)
+static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t blocks, int32_t *sum)
 {
     __m256i acc[VECTORS];
     UNROLLED(v, VECTORS)
         acc[v] = load(sum + VECTOR_LANES * v);
-    for (int64_t block = 0; block < quads / QUADS_PER_BLOCK;
-         block++, panel += BLOCK_BYTES, x += BLOCK_K) {
+    for (int64_t block = 0; block < blocks; block++, panel += PACKED_BLOCK, x += BLOCK_K) {
         __m256i quad[QUADS_PER_BLOCK];
         UNROLLED(plane, QUADS_PER_BLOCK)
             quad[plane] = broadcast(x + QUAD * plane);
@@ -25,44 +24,53 @@ static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t quads, in
         }
     }
     UNROLLED(v, VECTORS)
-        _mm256_storeu_si256((__m256i *)(sum + VECTOR_LANES * v), acc[v]);
+        store(sum + VECTOR_LANES * v, acc[v]);
 }
 
-/* Two vectors of the panel; `bytes` and `sum` begin there. */
-INLINE void byte_tile_of(int rows, const uint8_t *bytes, const int8_t *x, int64_t quads,
-                         int32_t *sum)
+/* All rows with so many vectors of the panel; `bytes` and `sum` begin there. */
+INLINE void byte_strip(int rows, int vectors, const uint8_t *bytes, const int8_t *x, int64_t blocks,
+                       int32_t *sum)
 {
-    __m256i low[TILE_ROWS], high[TILE_ROWS];
-    UNROLLED(r, rows) {
-        low[r] = load(sum + PANEL_ROWS * r);
-        high[r] = load(sum + PANEL_ROWS * r + VECTOR_LANES);
-    }
-    for (int64_t quad = 0; quad < quads; quad++, bytes += QUAD_BYTES, x += QUAD * rows) {
-        __m256i w_low = load(bytes), w_high = load(bytes + VECTOR_BYTES);
-        UNROLLED(r, rows) {
-            __m256i x_quad = broadcast(x + QUAD * r);
-            low[r] = _mm256_dpbusd_avx_epi32(low[r], w_low, x_quad);
-            high[r] = _mm256_dpbusd_avx_epi32(high[r], w_high, x_quad);
+    __m256i acc[TILE_ROWS][VECTORS];
+    UNROLLED(r, rows)
+        UNROLLED(v, vectors)
+            acc[r][v] = load(sum + PANEL_ROWS * r + VECTOR_LANES * v);
+    for (int64_t block = 0; block < blocks; block++, x += BLOCK_K * rows)
+        UNROLLED(quad, QUADS_PER_BLOCK) {
+            __m256i w[VECTORS];
+            UNROLLED(v, vectors)
+                w[v] = load(bytes + VECTOR_BYTES * v);
+            UNROLLED(r, rows) {
+                __m256i x_quad = broadcast(x + BLOCK_K * r + QUAD * quad);
+                UNROLLED(v, vectors)
+                    acc[r][v] = _mm256_dpbusd_avx_epi32(acc[r][v], w[v], x_quad);
+            }
+            bytes += QUAD_BYTES;
         }
-    }
-    UNROLLED(r, rows) {
-        _mm256_storeu_si256((__m256i *)(sum + PANEL_ROWS * r), low[r]);
-        _mm256_storeu_si256((__m256i *)(sum + PANEL_ROWS * r + VECTOR_LANES), high[r]);
-    }
+    UNROLLED(r, rows)
+        UNROLLED(v, vectors)
+            store(sum + PANEL_ROWS * r + VECTOR_LANES * v, acc[r][v]);
+}
+
+/* In strips as wide as registers allow; a single row reads the panel in one stream. */
+INLINE void byte_strips(int rows, int vectors, const uint8_t *bytes, const int8_t *x,
+                        int64_t blocks, int32_t *sum)
+{
+    for (int v = 0; v < VECTORS; v += vectors)
+        byte_strip(rows, vectors, bytes + VECTOR_BYTES * v, x, blocks, sum + VECTOR_LANES * v);
 }
 
 /* The number of rows must be a constant for the sums to live in registers. */
-static void byte_tile(const uint8_t *bytes, const int8_t *x, int64_t quads, int rows, int32_t *sum)
+static void byte_tile(const uint8_t *bytes, const int8_t *x, int64_t blocks, int rows, int32_t *sum)
 {
-    for (int v = 0; v < VECTORS; v += 2, bytes += 2 * VECTOR_BYTES, sum += 2 * VECTOR_LANES)
-        switch (rows) {
-        case 1: byte_tile_of(1, bytes, x, quads, sum); break;
-        case 2: byte_tile_of(2, bytes, x, quads, sum); break;
-        case 3: byte_tile_of(3, bytes, x, quads, sum); break;
-        case 4: byte_tile_of(4, bytes, x, quads, sum); break;
-        case 5: byte_tile_of(5, bytes, x, quads, sum); break;
-        default: byte_tile_of(6, bytes, x, quads, sum); break;
-        }
+    switch (rows) {
+    case 1: byte_strips(1, 8, bytes, x, blocks, sum); break;
+    case 2: byte_strips(2, 4, bytes, x, blocks, sum); break;
+    case 3: byte_strips(3, 4, bytes, x, blocks, sum); break;
+    case 4: byte_strips(4, 2, bytes, x, blocks, sum); break;
+    case 5: byte_strips(5, 2, bytes, x, blocks, sum); break;
+    default: byte_strips(6, 2, bytes, x, blocks, sum); break;
+    }
 }
 
 static int64_t dot_loop(int64_t count)

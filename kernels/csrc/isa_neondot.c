@@ -7,9 +7,9 @@
 #include "elementwise.h"
 #include "isa.h"
 
-/* A panel of 64 rows is sixteen vectors wide. Tiles take four of them, a sub-panel of 16 rows, at a
- * time: with six rows of x, 24 sums of the 32 registers. */
-enum { VECTORS = 16, TILE_VECTORS = 4, TILE_ROWS = 6, VECTOR_BYTES = 16, VECTOR_LANES = 4 };
+/* A panel of 64 rows is sixteen vectors wide. Six rows of x and four vectors make 24 sums, which
+ * with the weights and one x take 29 of 32 registers. */
+enum { VECTORS = 16, TILE_ROWS = 6, VECTOR_BYTES = 16, VECTOR_LANES = 4 };
 
 INLINE int8x16_t load(const uint8_t *from)
 {
@@ -29,12 +29,12 @@ INLINE int8x16_t masked(uint8x16_t packed)
     return vreinterpretq_s8_u8(vandq_u8(packed, vdupq_n_u8(3)));
 }
 
-static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t quads, int32_t *sum)
+static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t blocks, int32_t *sum)
 {
     int32x4_t acc[VECTORS];
     UNROLLED(v, VECTORS)
         acc[v] = vld1q_s32(sum + VECTOR_LANES * v);
-    for (int64_t block = 0; block < quads / QUADS_PER_BLOCK; block++, panel += BLOCK_BYTES) {
+    for (int64_t block = 0; block < blocks; block++, panel += PACKED_BLOCK) {
         int8x16_t x_block = vld1q_s8(x + BLOCK_K * block);
         UNROLLED(v, VECTORS) {
             uint8x16_t packed = vld1q_u8(panel + VECTOR_BYTES * v);
@@ -49,10 +49,10 @@ static void ternary_row(const uint8_t *panel, const int8_t *x, int64_t quads, in
         vst1q_s32(sum + VECTOR_LANES * v, acc[v]);
 }
 
-static void unpack(const uint8_t *panel, int64_t quads, uint8_t *codes)
+static void unpack(const uint8_t *panel, int64_t blocks, uint8_t *codes)
 {
     const uint8x16_t mask = vdupq_n_u8(3);
-    for (int64_t block = 0; block < quads / QUADS_PER_BLOCK; block++, panel += BLOCK_BYTES) {
+    for (int64_t block = 0; block < blocks; block++, panel += PACKED_BLOCK) {
         for (int v = 0; v < VECTORS; v++, codes += VECTOR_BYTES) {
             uint8x16_t packed = vld1q_u8(panel + VECTOR_BYTES * v);
             vst1q_u8(codes, vandq_u8(packed, mask));
@@ -60,61 +60,68 @@ static void unpack(const uint8_t *panel, int64_t quads, uint8_t *codes)
             vst1q_u8(codes + 2 * QUAD_BYTES, vandq_u8(vshrq_n_u8(packed, 4), mask));
             vst1q_u8(codes + 3 * QUAD_BYTES, vshrq_n_u8(packed, 6));
         }
-        codes += (QUADS_PER_BLOCK - 1) * QUAD_BYTES;
+        codes += BYTE_BLOCK - QUAD_BYTES;
     }
 }
 
-/* One sub-panel; `bytes` and `sum` begin there. `flip` is 0x80 for bytes w + 128, else 0. */
-INLINE void tile_of(int rows, uint8_t flip, const uint8_t *bytes, const int8_t *x, int64_t quads,
-                    int32_t *sum)
+/* All rows with so many vectors of the panel; `bytes` and `sum` begin there. `flip` is 0x80 for
+ * bytes w + 128, else 0. */
+INLINE void strip(int rows, int vectors, uint8_t flip, const uint8_t *bytes, const int8_t *x,
+                  int64_t blocks, int32_t *sum)
 {
     const int8x16_t flipped = vreinterpretq_s8_u8(vdupq_n_u8(flip));
-    int32x4_t acc[TILE_ROWS][TILE_VECTORS];
+    int32x4_t acc[TILE_ROWS][VECTORS];
     UNROLLED(r, rows)
-        UNROLLED(v, TILE_VECTORS)
+        UNROLLED(v, vectors)
             acc[r][v] = vld1q_s32(sum + PANEL_ROWS * r + VECTOR_LANES * v);
-    for (int64_t quad = 0; quad < quads; quad++, bytes += QUAD_BYTES, x += QUAD * rows) {
-        int8x16_t w[TILE_VECTORS];
-        UNROLLED(v, TILE_VECTORS)
-            w[v] = veorq_s8(load(bytes + VECTOR_BYTES * v), flipped);
-        UNROLLED(r, rows) {
-            int8x16_t x_quad = broadcast(x + QUAD * r);
-            UNROLLED(v, TILE_VECTORS)
-                acc[r][v] = vdotq_s32(acc[r][v], w[v], x_quad);
+    for (int64_t block = 0; block < blocks; block++, x += BLOCK_K * rows)
+        UNROLLED(quad, QUADS_PER_BLOCK) {
+            int8x16_t w[VECTORS];
+            UNROLLED(v, vectors)
+                w[v] = veorq_s8(load(bytes + VECTOR_BYTES * v), flipped);
+            UNROLLED(r, rows) {
+                int8x16_t x_quad = broadcast(x + BLOCK_K * r + QUAD * quad);
+                UNROLLED(v, vectors)
+                    acc[r][v] = vdotq_s32(acc[r][v], w[v], x_quad);
+            }
+            bytes += QUAD_BYTES;
         }
-    }
     UNROLLED(r, rows)
-        UNROLLED(v, TILE_VECTORS)
+        UNROLLED(v, vectors)
             vst1q_s32(sum + PANEL_ROWS * r + VECTOR_LANES * v, acc[r][v]);
 }
 
+/* In strips as wide as registers allow; a single row reads the panel in one stream. */
+INLINE void strips(int rows, int vectors, uint8_t flip, const uint8_t *bytes, const int8_t *x,
+                   int64_t blocks, int32_t *sum)
+{
+    for (int v = 0; v < VECTORS; v += vectors)
+        strip(rows, vectors, flip, bytes + VECTOR_BYTES * v, x, blocks, sum + VECTOR_LANES * v);
+}
+
 /* The number of rows must be a constant for the sums to live in registers. */
-INLINE void tile(uint8_t flip, const uint8_t *bytes, const int8_t *x, int64_t quads, int rows,
+INLINE void tile(uint8_t flip, const uint8_t *bytes, const int8_t *x, int64_t blocks, int rows,
                  int32_t *sum)
 {
-    for (int v = 0; v < VECTORS; v += TILE_VECTORS) {
-        switch (rows) {
-        case 1: tile_of(1, flip, bytes, x, quads, sum); break;
-        case 2: tile_of(2, flip, bytes, x, quads, sum); break;
-        case 3: tile_of(3, flip, bytes, x, quads, sum); break;
-        case 4: tile_of(4, flip, bytes, x, quads, sum); break;
-        case 5: tile_of(5, flip, bytes, x, quads, sum); break;
-        default: tile_of(6, flip, bytes, x, quads, sum); break;
-        }
-        bytes += VECTOR_BYTES * TILE_VECTORS;
-        sum += VECTOR_LANES * TILE_VECTORS;
+    switch (rows) {
+    case 1: strips(1, 16, flip, bytes, x, blocks, sum); break;
+    case 2: strips(2, 8, flip, bytes, x, blocks, sum); break;
+    case 3: strips(3, 4, flip, bytes, x, blocks, sum); break;
+    case 4: strips(4, 4, flip, bytes, x, blocks, sum); break;
+    case 5: strips(5, 4, flip, bytes, x, blocks, sum); break;
+    default: strips(6, 4, flip, bytes, x, blocks, sum); break;
     }
 }
 
-static void ternary_tile(const uint8_t *codes, const int8_t *x, int64_t quads, int rows,
+static void ternary_tile(const uint8_t *codes, const int8_t *x, int64_t blocks, int rows,
                          int32_t *sum)
 {
-    tile(0, codes, x, quads, rows, sum);
+    tile(0, codes, x, blocks, rows, sum);
 }
 
-static void byte_tile(const uint8_t *bytes, const int8_t *x, int64_t quads, int rows, int32_t *sum)
+static void byte_tile(const uint8_t *bytes, const int8_t *x, int64_t blocks, int rows, int32_t *sum)
 {
-    tile(0x80, bytes, x, quads, rows, sum);
+    tile(0x80, bytes, x, blocks, rows, sum);
 }
 
 /* Keeps the compiler from leaving out what computes a vector. */

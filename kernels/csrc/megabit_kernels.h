@@ -6,7 +6,7 @@
  *   ternary panels  uint8 [ceil(N/64)][ceil(K/16)][4][64]
  *       byte 4r + i of sub-panel s in block q of panel p holds, of row n = 64p + 16s + r, the four
  *       codes (w + 1) of k = 16q + 4*plane + i, in bits 2*plane and 2*plane + 1
- *   int8 panels     uint8 [ceil(N/64)][ceil(K/4)][64][4]
+ *   int8 panels     uint8 [ceil(N/64)][4 * ceil(K/16)][64][4]
  *       entry (p, q, r, i) holds w + 128 of row n = 64p + r and k = 4q + i; w is -127 to 127
  *
  * Each function takes the instruction set to use and the number of threads. Integer sums are exact
@@ -19,8 +19,8 @@
 
 #define MEGABIT_API __attribute__((visibility("default")))
 
-/* Raised together with ABI of native_abi.py when a signature changes. */
-enum { MEGABIT_ABI = 1 };
+/* Raised together with ABI of native_abi.py when a signature or a layout changes. */
+enum { MEGABIT_ABI = 2 };
 
 enum megabit_status { MEGABIT_OK = 0, MEGABIT_NO_MEMORY = 1, MEGABIT_BAD_VALUE = 2 };
 
@@ -72,10 +72,6 @@ MEGABIT_API int megabit_pack_int8(const struct isa *isa, const int8_t *weight, u
 /* Ternary panels to [N, K] of int8, bfloat16 or float32, without any scale. */
 MEGABIT_API int megabit_unpack_panels(const struct isa *isa, const uint8_t *panels, void *out,
                                       int out_type, int64_t n, int64_t k, int threads);
-
-/* How many of the N*K weights are zero. */
-MEGABIT_API int megabit_count_zeros(const struct isa *isa, const uint8_t *panels, int64_t *count,
-                                    int64_t n, int64_t k, int threads);
 
 /* 1e9 multiplications and additions per second of dot products between registers. */
 MEGABIT_API int megabit_measure_dot_peak(const struct isa *isa, double *gops, double seconds,

@@ -1,9 +1,9 @@
 /* Where the data is while it is multiplied, from the inside out:
  *
  *   registers  a tile of x (up to tile_rows) times a panel (64 rows of W)
- *   L1         CHUNK of K of one panel, unpacked, which all tiles of a group read in turn
- *   L2         CHUNK of K of a group of tiles, read as one stream, and the sums of the group
- *   L3         up to ACTIVATION_BYTES of x, rearranged in tiles, which all threads share
+ *   L1         CHUNK_BLOCKS of one panel (8 KiB packed, 32 KiB unpacked), which all tiles of a
+ * group read in turn L2         the same part of a group of tiles, read as one stream, and the sums
+ * of the group L3         up to ACTIVATION_BYTES of x, rearranged in tiles, which all threads share
  *
  * A task is one panel with one group of tiles. Weights come from DRAM or L3 once for each group. */
 
@@ -15,11 +15,10 @@
 #include "scratch.h"
 #include "threads.h"
 
-static const int64_t CHUNK_QUADS = 256; /* 16 KiB of packed panel, 64 KiB of unpacked */
-static const int64_t GROUP_ROWS = 192;  /* 48 KiB of sums */
+static const int64_t GROUP_ROWS = 192; /* 48 KiB of sums */
 static const int64_t ACTIVATION_BYTES = 4 << 20;
 
-/* Some rows of x in tiles: [chunk][tile][quad][row][4], each chunk of K one after the other. The
+/* Some rows of x in tiles: [chunk][tile][block][row][16], each chunk of K one after the other. The
  * rows are spread evenly over as few tiles as will hold them. */
 struct activations {
     const struct product *product;
@@ -52,22 +51,22 @@ static int64_t row_of_tile(const struct activations *a, int64_t tile)
     return a->rows * tile / a->tiles;
 }
 
-/* A tile's part of the chunk of `quads` that begins at first_quad. */
-static int8_t *part_of_tile(const struct activations *a, int64_t tile, int64_t first_quad,
-                            int64_t quads)
+/* A tile's part of the chunk of so many blocks that begins at first_block. */
+static int8_t *part_of_tile(const struct activations *a, int64_t tile, int64_t first_block,
+                            int64_t blocks)
 {
-    return a->data + QUAD * (first_quad * a->rows + quads * row_of_tile(a, tile));
+    return a->data + BLOCK_K * (first_block * a->rows + blocks * row_of_tile(a, tile));
 }
 
-/* One row of x to every `stride` bytes from `out` on, a quad each; what lies beyond K is zero. */
-static void spread_quads(const int8_t *x, int64_t k, int64_t quads, int64_t stride, int8_t *out)
+/* One row of x, a block to every `stride` bytes from `out` on; what lies beyond K is zero. */
+static void spread_blocks(const int8_t *x, int64_t k, int64_t blocks, int64_t stride, int8_t *out)
 {
-    int64_t whole = smaller(quads, k / QUAD);
-    for (int64_t quad = 0; quad < whole; quad++, x += QUAD, out += stride)
-        memcpy(out, x, QUAD);
-    for (int64_t quad = whole; quad < quads; quad++, out += stride) {
-        memset(out, 0, QUAD);
-        memcpy(out, x, (size_t)(quad == k / QUAD ? k % QUAD : 0));
+    int64_t whole = smaller(blocks, k / BLOCK_K);
+    for (int64_t block = 0; block < whole; block++, x += BLOCK_K, out += stride)
+        memcpy(out, x, BLOCK_K);
+    if (whole < blocks) {
+        memset(out, 0, BLOCK_K);
+        memcpy(out, x, (size_t)(k % BLOCK_K));
     }
 }
 
@@ -80,11 +79,11 @@ static void arrange_tiles(void *context, int64_t begin, int64_t end)
         for (int64_t row = start; row < stop; row++) {
             const int8_t *x = product->x + (a->first_row + row) * product->k;
             a->sums[row] = product->isa->elementwise.sum(x, product->k);
-            for (int64_t quad = 0; quad < product->quads; quad += CHUNK_QUADS) {
-                int64_t quads = smaller(CHUNK_QUADS, product->quads - quad);
-                spread_quads(x + quad * QUAD, product->k - quad * QUAD, quads,
-                             QUAD * (stop - start),
-                             part_of_tile(a, tile, quad, quads) + QUAD * (row - start));
+            for (int64_t block = 0; block < product->blocks; block += CHUNK_BLOCKS) {
+                int64_t blocks = smaller(CHUNK_BLOCKS, product->blocks - block);
+                spread_blocks(x + block * BLOCK_K, product->k - block * BLOCK_K, blocks,
+                              BLOCK_K * (stop - start),
+                              part_of_tile(a, tile, block, blocks) + BLOCK_K * (row - start));
             }
         }
     }
@@ -117,22 +116,22 @@ static void multiply_group(const struct activations *a, int64_t panel, int64_t g
     int64_t first_tile = a->tiles * group / a->groups;
     int64_t last_tile = a->tiles * (group + 1) / a->groups;
     int64_t start = row_of_tile(a, first_tile), stop = row_of_tile(a, last_tile);
-    const uint8_t *weights = product->panels + panel * product->quads * product->bytes_per_quad;
+    const uint8_t *weights = product->panels + panel * product->blocks * product->block_bytes;
 
     memset(sums, 0, sizeof *sums * PANEL_ROWS * (size_t)(stop - start));
-    for (int64_t quad = 0; quad < product->quads; quad += CHUNK_QUADS) {
-        int64_t quads = smaller(CHUNK_QUADS, product->quads - quad);
-        bool is_last = quad + quads == product->quads;
-        const uint8_t *w = weights + quad * product->bytes_per_quad;
+    for (int64_t block = 0; block < product->blocks; block += CHUNK_BLOCKS) {
+        int64_t blocks = smaller(CHUNK_BLOCKS, product->blocks - block);
+        bool is_last = block + blocks == product->blocks;
+        const uint8_t *w = weights + block * product->block_bytes;
         if (product->unpack != NULL) {
-            product->unpack(w, quads, codes);
+            product->unpack(w, blocks, codes);
             w = codes;
         }
         for (int64_t tile = first_tile; tile < last_tile; tile++) {
             int64_t row = row_of_tile(a, tile), next = row_of_tile(a, tile + 1);
             if (is_last)
                 prefetch_results(product, a->first_row + row, a->first_row + next, panel);
-            product->tile(w, part_of_tile(a, tile, quad, quads), quads, (int)(next - row),
+            product->tile(w, part_of_tile(a, tile, block, blocks), blocks, (int)(next - row),
                           sums + PANEL_ROWS * (row - start));
         }
     }
@@ -145,7 +144,7 @@ static void multiply_groups(void *context, int64_t begin, int64_t end)
 {
     struct activations *a = context;
     int64_t most_rows = ceil_div(a->tiles, a->groups) * a->product->isa->micro.tile_rows;
-    uint8_t *codes = scratch(SCRATCH_WEIGHTS, (size_t)(CHUNK_QUADS * QUAD_BYTES));
+    uint8_t *codes = scratch(SCRATCH_WEIGHTS, (size_t)(CHUNK_BLOCKS * BYTE_BLOCK));
     int32_t *sums = scratch(SCRATCH_SUMS, sizeof *sums * PANEL_ROWS * (size_t)most_rows);
     if (codes == NULL || sums == NULL) {
         atomic_store(&a->out_of_memory, 1);
@@ -158,7 +157,7 @@ static void multiply_groups(void *context, int64_t begin, int64_t end)
 
 int multiply_tiles(const struct product *product)
 {
-    int64_t tile_rows = product->isa->micro.tile_rows, row_bytes = product->quads * QUAD;
+    int64_t tile_rows = product->isa->micro.tile_rows, row_bytes = product->blocks * BLOCK_K;
     int64_t most_rows = row_bytes > 0 ? ACTIVATION_BYTES / row_bytes : product->m;
     most_rows = most_rows < tile_rows ? tile_rows : most_rows;
     int threads =

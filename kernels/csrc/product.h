@@ -17,10 +17,10 @@ struct product {
     int threads;
 
     /* How the weights are held and multiplied. */
-    int64_t quads;          /* of a panel */
-    int64_t bytes_per_quad; /* of a panel */
-    int32_t w_offset;       /* what the microkernel multiplies by is w + w_offset */
-    void (*unpack)(const uint8_t *panel, int64_t quads, uint8_t *codes); /* NULL: not packed */
+    int64_t blocks;      /* of a panel */
+    int64_t block_bytes; /* of a panel */
+    int32_t w_offset;    /* what the microkernel multiplies by is w + w_offset */
+    void (*unpack)(const uint8_t *panel, int64_t blocks, uint8_t *codes); /* NULL: not packed */
     tile_function *tile;
 };
 

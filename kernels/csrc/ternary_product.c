@@ -18,12 +18,12 @@ static void multiply_rows(void *context, int64_t begin, int64_t end)
 {
     const struct single_rows *single = context;
     const struct product *product = &single->product;
-    int64_t panel_bytes = product->quads * product->bytes_per_quad;
+    int64_t panel_bytes = product->blocks * product->block_bytes;
     for (int64_t panel = begin; panel < end; panel++)
         for (int64_t row = 0; row < product->m; row++) {
             int32_t sum[PANEL_ROWS] = {0};
             product->isa->micro.ternary_row(product->panels + panel * panel_bytes,
-                                            product->x + row * product->k, product->quads, sum);
+                                            product->x + row * product->k, product->blocks, sum);
             store_sums(product, row, panel, single->x_sum[row], sum);
         }
 }
@@ -31,7 +31,7 @@ static void multiply_rows(void *context, int64_t begin, int64_t end)
 /* Makes K a multiple of a block, with zeros in x. */
 static int pad_rows(struct product *product)
 {
-    int64_t padded = product->quads * QUAD;
+    int64_t padded = product->blocks * BLOCK_K;
     if (product->k == padded)
         return MEGABIT_OK;
     int8_t *x = scratch(SCRATCH_ACTIVATIONS, (size_t)(product->m * padded));
@@ -82,8 +82,8 @@ int megabit_ternary_product(const struct isa *isa, const int8_t *x, const uint8_
         .w_scale = scales,
         .w_scale_step = 0,
         .threads = threads,
-        .quads = (k + BLOCK_K - 1) / BLOCK_K * QUADS_PER_BLOCK,
-        .bytes_per_quad = BLOCK_BYTES / QUADS_PER_BLOCK,
+        .blocks = (k + BLOCK_K - 1) / BLOCK_K,
+        .block_bytes = PACKED_BLOCK,
         .w_offset = 1,
         .unpack = isa->micro.unpack,
         .tile = isa->micro.ternary_tile,

@@ -37,14 +37,20 @@ static void run_ranges(void *argument)
     }
 }
 
-/* The pool's threads do not survive a fork, and waiting for them would never end: only the process
- * that used the pool first may use it. */
+/* The pool's threads do not survive a fork, and waiting for them would never end. Whether the parent
+ * had started them, here or in torch, is not known: so only the process that loaded this library
+ * uses the pool, and a fork of it computes serially. A child of a process that used torch's threads
+ * before it loaded the library hangs all the same, as torch does there. */
+static long loaded_by;
+
+__attribute__((constructor)) static void remember_process(void)
+{
+    loaded_by = getpid();
+}
+
 static bool pool_is_usable(void)
 {
-    static _Atomic long owner;
-    long self = (long)getpid(), expected = 0;
-    return GOMP_parallel != NULL &&
-           (atomic_compare_exchange_strong(&owner, &expected, self) || expected == self);
+    return GOMP_parallel != NULL && getpid() == loaded_by;
 }
 
 void parallel_for(int64_t tasks, int threads, task_range *run, void *context)

@@ -11,6 +11,8 @@
 #include "isa.h"
 #include "threads.h"
 
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first byte of a word is its lowest");
+
 enum { BUFFER_BLOCKS = 64, BUFFER = BUFFER_BLOCKS * BLOCK_K, ONES = 0x01010101 };
 
 struct conversion {
@@ -22,7 +24,6 @@ struct conversion {
     float scale;
     int64_t n, k;
     _Atomic int bad_value;
-    _Atomic int64_t count;
 };
 
 static int64_t ceil_div(int64_t count, int64_t step)
@@ -42,7 +43,7 @@ static int each_panel(struct conversion *c, int threads, task_range *run)
     return c->bad_value ? MEGABIT_BAD_VALUE : MEGABIT_OK;
 }
 
-/* Word of row r (of the panel) in its first block; a block later it is BLOCK_BYTES further. */
+/* Word of row r (of the panel) in its first block; a block later it is PACKED_BLOCK further. */
 static int64_t word_offset(int64_t r)
 {
     return r * QUAD;
@@ -60,14 +61,14 @@ static void pack_row(const struct isa *isa, const int8_t *codes, int64_t count, 
         isa->elementwise.pack_words(padded, 1, words + whole);
     }
     for (int64_t block = 0; block < whole + (rest > 0); block++)
-        memcpy(to + BLOCK_BYTES * block, words + block, sizeof *words);
+        memcpy(to + PACKED_BLOCK * block, words + block, sizeof *words);
 }
 
 /* The words of rows beyond N: zeros, that is code 1. */
 static void pad_rows(int64_t first, int64_t blocks, uint8_t *panel)
 {
-    for (int64_t block = 0; block < blocks; block++, panel += BLOCK_BYTES)
-        memset(panel + word_offset(first), 0x55, (size_t)(BLOCK_BYTES - word_offset(first)));
+    for (int64_t block = 0; block < blocks; block++, panel += PACKED_BLOCK)
+        memset(panel + word_offset(first), 0x55, (size_t)(PACKED_BLOCK - word_offset(first)));
 }
 
 static bool are_ternary(const int8_t *codes, int64_t count)
@@ -99,11 +100,11 @@ static void pack_ternary(void *context, int64_t begin, int64_t end)
     int64_t blocks = ceil_div(c->k, BLOCK_K);
     int8_t buffer[BUFFER];
     for (int64_t p = begin; p < end; p++) {
-        uint8_t *panel = (uint8_t *)c->to + p * blocks * BLOCK_BYTES;
+        uint8_t *panel = (uint8_t *)c->to + p * blocks * PACKED_BLOCK;
         int64_t rows = smaller(PANEL_ROWS, c->n - p * PANEL_ROWS);
         for (int64_t k = 0; k < c->k; k += BUFFER) { /* all rows, while their lines are in cache */
             int64_t count = smaller(BUFFER, c->k - k);
-            uint8_t *words = panel + k / BLOCK_K * BLOCK_BYTES;
+            uint8_t *words = panel + k / BLOCK_K * PACKED_BLOCK;
             for (int64_t r = 0; r < rows; r++)
                 pack_row(c->isa, codes_from(c, p * PANEL_ROWS + r, k, count, buffer), count,
                          words + word_offset(r));
@@ -115,7 +116,7 @@ static void pack_ternary(void *context, int64_t begin, int64_t end)
 /* Codes 0, 1, 2 of a row's words; whole blocks. */
 static void unpack_row(const uint8_t *words, int64_t blocks, uint8_t *codes)
 {
-    for (int64_t block = 0; block < blocks; block++, words += BLOCK_BYTES) {
+    for (int64_t block = 0; block < blocks; block++, words += PACKED_BLOCK) {
         uint32_t word, quad[QUADS_PER_BLOCK];
         memcpy(&word, words, sizeof word);
         for (int plane = 0; plane < QUADS_PER_BLOCK; plane++)
@@ -131,11 +132,11 @@ static void unpack_panels(void *context, int64_t begin, int64_t end)
     int64_t blocks = ceil_div(c->k, BLOCK_K);
     uint8_t codes[BUFFER];
     for (int64_t p = begin; p < end; p++) {
-        const uint8_t *panel = (const uint8_t *)c->from + p * blocks * BLOCK_BYTES;
+        const uint8_t *panel = (const uint8_t *)c->from + p * blocks * PACKED_BLOCK;
         int64_t rows = smaller(PANEL_ROWS, c->n - p * PANEL_ROWS);
         for (int64_t k = 0; k < c->k; k += BUFFER) {
             int64_t count = smaller(BUFFER, c->k - k);
-            const uint8_t *words = panel + k / BLOCK_K * BLOCK_BYTES;
+            const uint8_t *words = panel + k / BLOCK_K * PACKED_BLOCK;
             for (int64_t r = 0; r < rows; r++) {
                 int64_t at = (p * PANEL_ROWS + r) * c->k + k;
                 unpack_row(words + word_offset(r), ceil_div(count, BLOCK_K), codes);
@@ -150,30 +151,15 @@ static void unpack_panels(void *context, int64_t begin, int64_t end)
     }
 }
 
-/* Codes 1 in panels, those of the padding among them. */
-static void count_ones(void *context, int64_t begin, int64_t end)
-{
-    struct conversion *c = context;
-    const uint64_t low = 0x5555555555555555;
-    int64_t blocks = ceil_div(c->k, BLOCK_K), count = 0;
-    const uint8_t *bytes = (const uint8_t *)c->from + begin * blocks * BLOCK_BYTES;
-    for (int64_t i = 0; i < (end - begin) * blocks * BLOCK_BYTES; i += 8) {
-        uint64_t codes;
-        memcpy(&codes, bytes + i, sizeof codes);
-        count += __builtin_popcountll(codes & ~(codes >> 1) & low);
-    }
-    atomic_fetch_add(&c->count, count);
-}
-
 static void pack_int8(void *context, int64_t begin, int64_t end)
 {
     struct conversion *c = context;
-    int64_t quads = ceil_div(c->k, QUAD);
+    int64_t blocks = ceil_div(c->k, BLOCK_K);
     for (int64_t p = begin; p < end; p++) {
-        uint8_t *panel = (uint8_t *)c->to + p * quads * QUAD_BYTES;
+        uint8_t *panel = (uint8_t *)c->to + p * blocks * BYTE_BLOCK;
         int64_t rows = smaller(PANEL_ROWS, c->n - p * PANEL_ROWS);
-        memset(panel, 128, (size_t)(quads * QUAD_BYTES));
-        for (int64_t quad = 0; quad < quads; quad++)
+        memset(panel, 128, (size_t)(blocks * BYTE_BLOCK));
+        for (int64_t quad = 0; quad < ceil_div(c->k, QUAD); quad++)
             for (int64_t r = 0; r < rows; r++) {
                 const int8_t *w = (const int8_t *)c->from + (p * PANEL_ROWS + r) * c->k;
                 for (int64_t i = 0; i < smaller(QUAD, c->k - quad * QUAD); i++) {
@@ -235,14 +221,4 @@ int megabit_unpack_panels(const struct isa *isa, const uint8_t *panels, void *ou
     struct conversion c = {
         .isa = isa, .from = panels, .to = out, .to_type = out_type, .n = n, .k = k};
     return each_panel(&c, threads, unpack_panels);
-}
-
-int megabit_count_zeros(const struct isa *isa, const uint8_t *panels, int64_t *count, int64_t n,
-                        int64_t k, int threads)
-{
-    struct conversion c = {.isa = isa, .from = panels, .n = n, .k = k};
-    int status = each_panel(&c, threads, count_ones);
-    int64_t padded = ceil_div(n, PANEL_ROWS) * PANEL_ROWS * ceil_div(k, BLOCK_K) * BLOCK_K;
-    *count = c.count - (padded - n * k);
-    return status;
 }

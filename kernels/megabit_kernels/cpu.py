@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megabit_kernels import native, plain
-from megabit_kernels.conversion import Layout
+from megabit_kernels.conversion import Layout, lay_out
 from megabit_kernels.epilogue import Epilogue, fused
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,7 +55,10 @@ def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:
-    """``plain.ternarize``, straight into panels."""
-    if layout == "panels" and weight.dtype == scale.dtype == torch.float32:
-        return native.require().ternarize_panels(weight, float(scale))
-    return plain.ternarize(weight, scale, layout)
+    """``plain.ternarize`` in one pass, straight into panels where those are wanted."""
+    if not weight.dtype == scale.dtype == torch.float32:
+        return plain.ternarize(weight, scale, layout)
+    library, gamma = native.require(), float(scale)
+    if layout == "panels":
+        return library.ternarize_panels(weight, gamma)
+    return lay_out(library.ternarize_codes(weight, gamma), layout)

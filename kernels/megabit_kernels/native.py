@@ -5,8 +5,8 @@ Elementwise results have the bits of ``numerics``, integer results are exact. ``
 instruction set, for tests and benchmarks. Weights come in two layouts:
 
 - ternary ``panels``, uint8 ``[P, Q, 4, 64]``, as ``layouts`` describes;
-- ``int8 panels``, uint8 ``[P, Q, 64, 4]``, P = ⌈N/64⌉, Q = ⌈K/4⌉: entry (p, q, r, i) holds w + 128
-  of row n = 64p + r and k = 4q + i; what pads N and K is 128, a weight of zero.
+- ``int8 panels``, uint8 ``[P, Q, 64, 4]``, P = ⌈N/64⌉, Q = 4·⌈K/16⌉: entry (p, q, r, i) holds
+  w + 128 of row n = 64p + r and k = 4q + i; what pads N and K is 128, a weight of zero.
 
 Both keep side by side what one vector instruction multiplies: four values of k for each of as many
 rows as a register has 32-bit lanes, so that no sum crosses lanes.
@@ -213,13 +213,6 @@ class NativeLibrary:
         out = huge_pages.empty_result((n, k), dtype)
         self.c.run("unpack_panels", isa, panels.data_ptr(), out.data_ptr(), TYPES[dtype], n, k)
         return out
-
-    def count_zeros(self, panels: Tensor, n: int, k: int) -> int:
-        """How many of the ``n · k`` weights of ternary ``panels`` are zero."""
-        panels = checked_panels(panels, layouts.panels_shape(n, k), n, k)
-        count = ctypes.c_int64()
-        self.c.run("count_zeros", None, panels.data_ptr(), ctypes.addressof(count), n, k)
-        return count.value
 
     def pack_int8(self, weight: Tensor) -> Tensor:
         """``int8 panels`` of int8 ``weight [N, K]``, values −127 to 127."""

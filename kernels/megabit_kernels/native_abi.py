@@ -15,8 +15,8 @@ import torch
 
 PATH = Path(__file__).with_name("libmegabit_kernels.so")
 
-ABI = 1
-"""``MEGABIT_ABI`` of csrc/megabit_kernels.h: both are raised when a signature changes."""
+ABI = 2
+"""``MEGABIT_ABI`` of csrc/megabit_kernels.h; both are raised when a signature or layout changes."""
 
 TYPES = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2, torch.int8: 3}
 """``enum megabit_type``."""
@@ -34,7 +34,6 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "pack_panels": (ISA, POINTER, POINTER, SIZE, SIZE, THREADS),  # codes, panels, n, k
     "pack_int8": (ISA, POINTER, POINTER, SIZE, SIZE, THREADS),  # weight, panels, n, k
     "unpack_panels": (ISA, POINTER, POINTER, c_int, SIZE, SIZE, THREADS),  # panels, out, type, n, k
-    "count_zeros": (ISA, POINTER, POINTER, SIZE, SIZE, THREADS),  # panels, count, n, k
     "measure_dot_peak": (ISA, POINTER, c_double, THREADS),  # result, seconds
     "measure_read_bandwidth": (ISA, POINTER, POINTER, SIZE, c_int, THREADS),  # result, buffer …
 }

@@ -16,7 +16,7 @@ PANEL_ROWS = 64
 
 def int8_panels_shape(n: int, k: int) -> tuple[int, ...]:
     """Shape of the int8 panels of a weight ``[n, k]``."""
-    return math.ceil(n / PANEL_ROWS), math.ceil(k / 4), PANEL_ROWS, 4
+    return math.ceil(n / PANEL_ROWS), 4 * math.ceil(k / 16), PANEL_ROWS, 4
 
 
 def operands(

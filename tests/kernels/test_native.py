@@ -22,7 +22,7 @@ WEIGHT_SIZES = [(1, 1), (64, 64), (65, 63), (7, 1000), (130, 257), (3, 1025), (6
 GAMMA = 0.0371
 FLOATS = [torch.float32, torch.bfloat16]
 
-each_isa = pytest.mark.parametrize("isa", isas())
+each_isa = pytest.mark.parametrize("isa", isas() or ["not built"])
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +252,6 @@ def test_panels_are_those_of_layouts(kernels: NativeLibrary, n: int, k: int) -> 
     codes = randint(-1, 1, n, k)
     panels = kernels.pack_panels(codes)
     assert torch.equal(panels, layouts.to_panels(codes))
-    assert kernels.count_zeros(panels, n, k) == (codes == 0).sum()
     assert torch.equal(kernels.pack_panels(codes, out=panels.fill_(0)), layouts.to_panels(codes))
 
 
@@ -297,8 +296,8 @@ def test_int8_panels_are_as_documented(kernels: NativeLibrary) -> None:
     n, k = 70, 11
     weight = randint(-127, 127, n, k)
     panels = kernels.pack_int8(weight)
-    assert panels.shape == (2, 3, 64, 4)
-    values = panels.permute(0, 2, 1, 3).reshape(128, 12).int() - 128
+    assert panels.shape == (2, 4, 64, 4)
+    values = panels.permute(0, 2, 1, 3).reshape(128, 16).int() - 128
     assert torch.equal(values[:n, :k], weight.int())
     assert not values[n:].any()
     assert not values[:, k:].any()
@@ -330,7 +329,6 @@ def test_two_threads_change_no_bit(kernels: NativeLibrary, isa: str) -> None:
         kernels.ternarize_codes(latent, float(gamma), isa), numerics.ternarize(latent, gamma)
     )
     assert torch.equal(kernels.unpack_panels(ternary, n, k, torch.float32, isa), codes.float())
-    assert kernels.count_zeros(ternary, n, k) == (codes == 0).sum()
 
 
 def exact_here(threads: int) -> bool:
@@ -360,32 +358,47 @@ def test_a_thread_that_ended_leaves_nothing_behind_that_others_need() -> None:
     assert results == [True] * 3
 
 
-def test_forks_of_a_process_that_used_the_threads() -> None:
-    """The threads of the pool are not in the child, which must not wait for them."""
-    assert exact_here(2)
-    run_at_once("fork")
-    assert exact_here(2)
+def test_forks_of_a_process_that_used_the_threads(kernels: NativeLibrary) -> None:
+    """The threads of the pool are not in the child, which must not wait for them.
+
+    Torch's own loops would: the child leaves them on one thread, and computes nothing else.
+    """
+    x_q, codes = randint(-128, 127, 40, 1000), randint(-1, 1, 2000, 1000)
+    panels, expected = kernels.pack_panels(codes), product(x_q, codes)
+
+    def multiply() -> Tensor:
+        torch.set_num_threads(2)
+        acc = kernels.ternary_matmul(x_q, panels, 2000)
+        torch.set_num_threads(1)
+        return acc
+
+    def child() -> None:
+        assert torch.equal(multiply(), expected)
+
+    assert torch.equal(multiply(), expected)
+    run_at_once("fork", child)
+    assert torch.equal(multiply(), expected)
 
 
 @pytest.mark.slow
 def test_fresh_processes_at_once() -> None:
-    run_at_once("spawn")
-
-
-def run_at_once(method: str) -> None:
-    context = multiprocessing.get_context(method)
-    processes = [context.Process(target=assert_exact_here) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-        process.kill()
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    run_at_once("spawn", assert_exact_here)
 
 
 def assert_exact_here() -> None:
     assert exact_here(2)
+
+
+def run_at_once(method: str, target: Callable[[], None]) -> None:
+    context = multiprocessing.get_context(method)
+    processes = [context.Process(target=target) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()  # one that hangs, rather than the tests
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
 
 
 # Memory, measurements, bad arguments.
@@ -417,8 +430,10 @@ def test_measurements_are_positive(kernels: NativeLibrary, isa: str) -> None:
 
 def test_wrong_arguments_are_named(kernels: NativeLibrary) -> None:
     x_q, codes = randint(-128, 127, 3, 20), randint(-1, 1, 4, 20)
-    panels, scale = kernels.pack_panels(codes), torch.ones(3, 1)
+    panels, int8, scale = kernels.pack_panels(codes), kernels.pack_int8(codes), torch.ones(3, 1)
     wide = torch.zeros(1, numerics.MAX_EXACT_K + 16, dtype=torch.int8)
+    wide_panels = kernels.pack_panels(wide)
+    bf16, fp64 = torch.bfloat16, torch.float64
     wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (TypeError, "x_q is torch.int32", lambda: kernels.ternary_matmul(x_q.int(), panels, 4)),
         (TypeError, "on meta", lambda: kernels.ternary_matmul(x_q.to("meta"), panels, 4)),
@@ -426,49 +441,31 @@ def test_wrong_arguments_are_named(kernels: NativeLibrary) -> None:
         (ValueError, "panels have shape", lambda: kernels.ternary_matmul(x_q, panels, 65)),
         (ValueError, "panels have shape", lambda: kernels.int8_matmul(x_q, panels, 4)),
         (ValueError, "panels have shape", lambda: kernels.ternary_matmul(x_q[:, :4], panels, 4)),
-        (
-            ValueError,
-            "K = 131088 exceeds 131072",
-            lambda: kernels.ternary_matmul(wide, kernels.pack_panels(wide), 1),
-        ),
+        (ValueError, "131088 exceeds 131072", lambda: kernels.ternary_matmul(wide, wide_panels, 1)),
         (ValueError, "isa = 'mmx'", lambda: kernels.ternary_matmul(x_q, panels, 4, "mmx")),
         (
             ValueError,
             "x_scale has shape",
-            lambda: kernels.ternary_linear(x_q, scale[:2], panels, 4, 1.0, torch.float32),
+            lambda: kernels.ternary_linear(x_q, scale[:2], panels, 4, 1.0, bf16),
         ),
         (
             TypeError,
             "dtype is torch.float64",
-            lambda: kernels.ternary_linear(x_q, scale, panels, 4, 1.0, torch.float64),
+            lambda: kernels.ternary_linear(x_q, scale, panels, 4, 1.0, fp64),
         ),
         (
             ValueError,
             "w_scale has shape",
-            lambda: kernels.int8_linear(
-                x_q, scale, kernels.pack_int8(codes), 4, scale, torch.float32
-            ),
+            lambda: kernels.int8_linear(x_q, scale, int8, 4, scale, bf16),
         ),
         (TypeError, "x.dtype is torch.float64", lambda: kernels.quantize_activation(x_q.double())),
-        (
-            ValueError,
-            "absmax has shape",
-            lambda: kernels.quantize_activation(x_q.float(), scale[1:]),
-        ),
+        (ValueError, "absmax has", lambda: kernels.quantize_activation(x_q.float(), scale[1:])),
         (ValueError, "other than -1, 0 and 1", lambda: kernels.pack_panels(codes + 1)),
         (ValueError, "other than -1, 0 and 1", lambda: kernels.pack_panels(codes - 1)),
         (ValueError, "holds -128", lambda: kernels.pack_int8(torch.full_like(codes, -128))),
         (ValueError, "out has shape", lambda: kernels.pack_panels(codes, out=panels[:, :1])),
-        (
-            TypeError,
-            "dtype is torch.int32",
-            lambda: kernels.unpack_panels(panels, 4, 20, torch.int32),
-        ),
-        (
-            TypeError,
-            "weight is torch.float64",
-            lambda: kernels.ternarize_panels(codes.double(), 1.0),
-        ),
+        (TypeError, "dtype is torch.float64", lambda: kernels.unpack_panels(panels, 4, 20, fp64)),
+        (TypeError, "weight is", lambda: kernels.ternarize_panels(codes.double(), 1.0)),
     ]
     for error, message, call in wrong:
         with pytest.raises(error, match=message):

@@ -30,7 +30,7 @@ static int wrong_products(const struct isa *isa, int64_t m, int64_t n, int64_t k
     int8_t *x = allocate(m * k), *codes = allocate(n * k), *bytes = allocate(n * k);
     int8_t *codes_back = allocate(n * k);
     uint8_t *ternary = allocate((n + 63) / 64 * 64 * ((k + 15) / 16 * 16) / 4);
-    uint8_t *int8 = allocate((n + 63) / 64 * 64 * ((k + 3) / 4 * 4));
+    uint8_t *int8 = allocate((n + 63) / 64 * 64 * ((k + 15) / 16 * 16));
     int32_t *got_ternary = allocate(4 * m * n), *got_int8 = allocate(4 * m * n);
     for (int64_t i = 0; i < m * k; i++)
         x[i] = (int8_t)(extreme ? (i / k % 2 ? 127 : -128) : random_below(256) - 128);
