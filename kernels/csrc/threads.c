@@ -37,10 +37,10 @@ static void run_ranges(void *argument)
     }
 }
 
-/* The pool's threads do not survive a fork, and waiting for them would never end. Whether the parent
- * had started them, here or in torch, is not known: so only the process that loaded this library
- * uses the pool, and a fork of it computes serially. A child of a process that used torch's threads
- * before it loaded the library hangs all the same, as torch does there. */
+/* The pool's threads do not survive a fork, and waiting for them would never end. Whether the
+ * parent had started them, here or in torch, is not known: so only the process that loaded this
+ * library uses the pool, and a fork of it computes serially. A child of a process that used torch's
+ * threads before it loaded the library hangs all the same, as torch does there. */
 static long loaded_by;
 
 __attribute__((constructor)) static void remember_process(void)

@@ -15,6 +15,7 @@ import torch
 
 from megabit_kernels import cpu, gpu, numerics, plain
 from megabit_kernels.conversion import Int8Layout, Layout
+from megabit_kernels.triton.limits import DECODE_ROWS
 
 Operation = Literal[
     "ternary_matmul",
@@ -70,7 +71,7 @@ def _triton(m: int, n: int, k: int) -> bool:
 
 
 def _triton_decode(m: int, n: int, k: int) -> bool:
-    return m <= 16 and gpu.is_available()
+    return m <= DECODE_ROWS and gpu.is_available()
 
 
 def _on_request(m: int, n: int, k: int) -> bool:

@@ -12,8 +12,7 @@ from torch import Tensor
 from megabit_kernels import numerics, plain
 from megabit_kernels.conversion import Layout, unpack
 from megabit_kernels.epilogue import Epilogue, fused
-
-DTYPES = (torch.float32, torch.bfloat16)
+from megabit_kernels.triton.limits import FLOATS
 
 
 def is_available() -> bool:
@@ -84,39 +83,36 @@ def weight_gradient(grad: Tensor, x_q: Tensor, x_scale: Tensor, dtype: torch.dty
 
 def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tensor]:
     """``plain.quantize_activation`` in one kernel."""
-    if x.dtype not in DTYPES or (absmax is not None and absmax.dtype != torch.float32):
+    if x.dtype not in FLOATS or (absmax is not None and absmax.dtype != torch.float32):
         return plain.quantize_activation(x, absmax)
     from megabit_kernels.triton import quantize
 
-    quantized = quantize.quantize_activation(x, absmax)
-    return quantized.x_q, quantized.scale
+    return quantize.quantize_activation(x, absmax)
 
 
 def rms_norm_quantize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``plain.rms_norm_quantize`` in one kernel."""
-    if x.dtype not in DTYPES or gain.dtype not in DTYPES:
+    if x.dtype not in FLOATS or gain.dtype not in FLOATS:
         return plain.rms_norm_quantize(x, gain, eps)
     from megabit_kernels.triton import norm_quantize
 
-    quantized = norm_quantize.rms_norm_quantize(x, gain, eps)
-    return quantized.x_q, quantized.scale
+    return norm_quantize.rms_norm_quantize(x, gain, eps)
 
 
 def glu_rms_norm_quantize(
     gate: Tensor, up: Tensor, gain: Tensor, eps: float, activation: str
 ) -> tuple[Tensor, Tensor]:
     """``plain.glu_rms_norm_quantize`` in one kernel."""
-    if gate.dtype not in DTYPES or gain.dtype not in DTYPES:
+    if gate.dtype not in FLOATS or gain.dtype not in FLOATS:
         return plain.glu_rms_norm_quantize(gate, up, gain, eps, activation)
     from megabit_kernels.triton import norm_quantize
 
-    quantized = norm_quantize.glu_rms_norm_quantize(gate, up, gain, eps, activation)
-    return quantized.x_q, quantized.scale
+    return norm_quantize.glu_rms_norm_quantize(gate, up, gain, eps, activation)
 
 
 def absmean_scale(weight: Tensor) -> Tensor:
     """``numerics.absmean_scale`` in one pass over the weight."""
-    if weight.dtype not in DTYPES or weight.numel() == 0:
+    if weight.dtype not in FLOATS or weight.numel() == 0:
         return numerics.absmean_scale(weight)
     from megabit_kernels.triton import ternarize as kernels
 
@@ -125,7 +121,7 @@ def absmean_scale(weight: Tensor) -> Tensor:
 
 def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:
     """``plain.ternarize`` in one kernel."""
-    if weight.dtype not in DTYPES or layout == "panels":
+    if weight.dtype not in FLOATS or layout == "panels":
         return plain.ternarize(weight, scale, layout)
     from megabit_kernels.triton import ternarize as kernels
 
@@ -135,7 +131,7 @@ def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """``plain.cross_entropy`` in one pass over the logits."""
-    if logits.dtype not in DTYPES:
+    if logits.dtype not in FLOATS:
         return plain.cross_entropy(logits, targets)
     from megabit_kernels.triton import cross_entropy as kernels
 
@@ -146,7 +142,7 @@ def cross_entropy_gradient(
     grad: Tensor, logits: Tensor, targets: Tensor, normalizer: Tensor
 ) -> Tensor:
     """``plain.cross_entropy_gradient`` in one pass over the logits."""
-    if logits.dtype not in DTYPES:
+    if logits.dtype not in FLOATS:
         return plain.cross_entropy_gradient(grad, logits, targets, normalizer)
     from megabit_kernels.triton import cross_entropy as kernels
 

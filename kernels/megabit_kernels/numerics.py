@@ -36,7 +36,7 @@ def weight_scale(sum_abs: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         numel: number of elements of the logical tensor.
         dtype: of the master weight; γ is rounded to it once.
     """
-    return (sum_abs / numel).to(dtype).clamp_min(MIN_SCALE)
+    return _divided(sum_abs, numel).to(dtype).clamp_min(MIN_SCALE)
 
 
 def ternarize(weight: Tensor, scale: Tensor) -> Tensor:
@@ -53,7 +53,12 @@ def absmax(x: Tensor) -> Tensor:
 
 def activation_scale(absmax: Tensor) -> Tensor:
     """s of each token from its largest magnitude over the whole hidden dimension."""
-    return absmax.clamp_min(MIN_SCALE) / 127
+    return _divided(absmax.clamp_min(MIN_SCALE), 127)
+
+
+def _divided(x: Tensor, divisor: int) -> Tensor:
+    """``x / divisor``, which torch on CUDA would turn into a product with 1 / divisor."""
+    return x / x.new_full((), divisor)
 
 
 def quantize_activation(x: Tensor, scale: Tensor) -> Tensor:

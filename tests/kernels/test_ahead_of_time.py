@@ -157,7 +157,16 @@ def test_the_table_shows_one_kernel_and_saves_its_code(tmp_path: Path) -> None:
     assert "IMMA" in code.read_text(encoding="utf-8")
 
 
-def test_a_mistake_is_named(tmp_path: Path) -> None:
-    done = inspector(tmp_path, "--arch", "hopper")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--arch", "hopper"), "argument --arch: invalid choice: 'hopper' (choose from 'sm_80', "),
+        (("--module", "nope"), "argument --module: No module named 'nope'"),
+        (("--module", "json"), "argument --module: json has no compile_specs()"),
+        (("--kernel", "fft"), "--kernel fft: no kernel's name holds this; there are absmean, "),
+    ],
+)
+def test_a_mistake_is_named(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = inspector(tmp_path, *arguments)
     assert done.returncode == 2
-    assert "--arch hopper: a name such as sm_90 is wanted" in done.stderr
+    assert message in done.stderr.splitlines()[-1]

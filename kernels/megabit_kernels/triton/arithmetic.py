@@ -4,12 +4,8 @@ It multiplies and adds where a GPU fuses, and cuts off bits where a GPU rounds t
 need either take a constant ``INTERPRETED``, from ``is_interpreted()``.
 """
 
-import torch
 import triton
 import triton.language as tl
-
-FLOATS = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
-"""What is computed in fp32 without loss, and what the compiler calls a pointer to it."""
 
 
 @triton.jit

@@ -7,6 +7,7 @@ shows. Whether it is fast only a card can tell: that is what the tuner is for.
 from dataclasses import dataclass, replace
 
 from megabit_kernels.triton.config import Choice, Kernel, TileConfig
+from megabit_kernels.triton.limits import DECODE_ROWS
 
 BLOCK = 256
 """Columns of a block of planes: the unit in which split-K splits."""
@@ -40,7 +41,7 @@ def default(kernel: Kernel, m: int, n: int, k: int, card: Card) -> TileConfig:
     if kernel == "packed_gemm":
         return FEW_ROWS if m <= 32 else SOME_ROWS if m <= 64 else MANY_ROWS if m <= 512 else PREFILL
     if kernel == "int8_gemm":
-        return INT8_DECODE if m <= 16 else INT8_SOME_ROWS if m <= 64 else INT8_MANY_ROWS
+        return INT8_DECODE if m <= DECODE_ROWS else INT8_SOME_ROWS if m <= 64 else INT8_MANY_ROWS
     return WEIGHT_GRADIENT if kernel == "weight_gradient" else INPUT_GRADIENT
 
 
@@ -53,7 +54,7 @@ def candidates(kernel: Kernel, m: int, n: int, k: int, card: Card) -> tuple[Choi
         if card.capability >= 100:
             tiles += [replace(tile, operand="fp16") for tile in tiles]
     elif kernel == "int8_gemm":
-        tiles = [tile for tile in _INT8_GEMM if tile.block_m <= max(16, 2 * m)]
+        tiles = [tile for tile in _INT8_GEMM if tile.block_m <= max(DECODE_ROWS, 2 * m)]
     else:
         tiles = list(_WEIGHT_GRADIENT if kernel == "weight_gradient" else _INPUT_GRADIENT)
     return (*dict.fromkeys((default(kernel, m, n, k, card), *tiles)), "cublas")
@@ -66,23 +67,23 @@ def _split(tile: TileConfig, n: int, k: int, card: Card, waves: int) -> TileConf
     return replace(tile, split=min(max(1, waves * card.multiprocessors // tiles), blocks))
 
 
-DECODE = TileConfig(16, 64, stages=4)
+DECODE = TileConfig(DECODE_ROWS, 64, stages=4)
 FEW_ROWS = TileConfig(32, 128, stages=4)
 SOME_ROWS = TileConfig(64, 128)
 MANY_ROWS = TileConfig(128, 128, warps=8)
 PREFILL = TileConfig(128, 256, warps=8)
-INT8_DECODE = TileConfig(16, 128, 128, stages=4)
+INT8_DECODE = TileConfig(DECODE_ROWS, 128, 128, stages=4)
 INT8_SOME_ROWS = TileConfig(64, 128, 128)
 INT8_MANY_ROWS = TileConfig(128, 128, 64, warps=8, stages=4)
 INPUT_GRADIENT = TileConfig(128, 64, 128, warps=8)
 WEIGHT_GRADIENT = TileConfig(64, 128, 128, warps=8)
 
 _SPLIT_K = (
-    TileConfig(16, 16, warps=1, stages=6),
-    TileConfig(16, 32, warps=2, stages=5),
-    TileConfig(16, 64, warps=4, stages=3),
-    TileConfig(16, 64, warps=4, stages=5),
-    TileConfig(16, 128, warps=4, stages=4),
+    TileConfig(DECODE_ROWS, 16, warps=1, stages=6),
+    TileConfig(DECODE_ROWS, 32, warps=2, stages=5),
+    TileConfig(DECODE_ROWS, 64, warps=4, stages=3),
+    TileConfig(DECODE_ROWS, 64, warps=4, stages=5),
+    TileConfig(DECODE_ROWS, 128, warps=4, stages=4),
 )
 _PACKED_GEMM = (
     TileConfig(32, 64, stages=4),
@@ -100,9 +101,9 @@ _PACKED_GEMM = (
     TileConfig(256, 128, warps=8),
 )
 _INT8_GEMM = (
-    TileConfig(16, 64, 128, stages=5),
-    TileConfig(16, 128, 128, stages=4),
-    TileConfig(16, 128, 256, stages=3),
+    TileConfig(DECODE_ROWS, 64, 128, stages=5),
+    TileConfig(DECODE_ROWS, 128, 128, stages=4),
+    TileConfig(DECODE_ROWS, 128, 256, stages=3),
     TileConfig(32, 128, 128, stages=4),
     TileConfig(64, 64, 128, stages=4),
     TileConfig(64, 128, 128),

@@ -2,68 +2,31 @@
 
 Forward goes over a token's logits in blocks and keeps a running maximum and the running sum of
 exponentials relative to it ("Online normalizer calculation for softmax", arXiv 1805.02867).
-Backward makes ``(softmax − one-hot) · grad`` out of the logits and these two numbers, if wanted in
-the place of the logits: at a vocabulary of 128,256 they are the largest tensor of a training step.
+Backward makes ``(softmax − one-hot) · grad`` out of the logits and these two numbers.
 
 A target outside the vocabulary gives NaN, as loss and as gradient: a host that checks would wait.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import increment_version
 
-from megabit_kernels.triton.arithmetic import FLOATS, is_interpreted, rounded
+from megabit_kernels.triton.arithmetic import is_interpreted, rounded
 from megabit_kernels.triton.compile_spec import CompileSpec
-from megabit_kernels.triton.launch import on_one_device, shaped
+from megabit_kernels.triton.launch import check_float, on_one_device, shaped
+from megabit_kernels.triton.limits import FLOATS
 
 MAX_BLOCK = 4096
 """Logits that a program works on at a time: 16 for each thread of 8 warps."""
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, in_place: bool = False) -> Tensor:
-    """Negative log likelihood of each token, with a gradient for the logits.
+def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Negative log likelihood of each token, and what its gradient needs.
 
     Args:
         logits: fp32 or bf16 ``[T, V]``.
         targets: int64 or int32 ``[T]``, each in ``[0, V)``.
-        in_place: backward writes the gradient over the logits, which must be contiguous and which
-            nobody may read afterwards; so it can run only once.
-
-    Returns:
-        fp32 ``[T]``.
-    """
-    if in_place and not logits.is_contiguous():
-        raise ValueError("logits is not contiguous: in_place wants it to be")
-    return _CrossEntropy.apply(logits, targets, in_place)
-
-
-class _CrossEntropy(Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, in_place: bool) -> Tensor:
-        loss, normalizer = cross_entropy_forward(logits, targets)
-        ctx.save_for_backward(logits, targets, normalizer)
-        ctx.in_place = in_place
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, normalizer = ctx.saved_tensors
-        out = None
-        if ctx.in_place:
-            out = logits
-            increment_version(out)  # autograd then refuses whoever still wants the logits
-        return cross_entropy_backward(grads[0], logits, targets, normalizer, out), None, None
-
-
-def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """``cross_entropy`` and what its backward needs.
 
     Returns:
         Loss, fp32 ``[T]``, and normalizer, fp32 ``[T, 2]``: the largest logit of each token, and
@@ -82,26 +45,21 @@ def cross_entropy_forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def cross_entropy_backward(
-    grad: Tensor, logits: Tensor, targets: Tensor, normalizer: Tensor, out: Tensor | None = None
+    grad: Tensor, logits: Tensor, targets: Tensor, normalizer: Tensor
 ) -> Tensor:
-    """The gradient of the logits, in their dtype.
+    """The gradient of the logits, contiguous, in their dtype.
 
     Args:
         grad: fp32 ``[T]``, of the loss.
         normalizer: from ``cross_entropy_forward``.
-        out: where to write it, contiguous, like ``logits`` or ``logits`` itself; None is a new
-            tensor.
     """
     logits, targets = _checked(logits, targets)
     t, v = logits.shape
     if grad.dtype != torch.float32:
         raise TypeError(f"grad is {grad.dtype}: torch.float32 is wanted")
     grad, normalizer = shaped("grad", grad, t), shaped("normalizer", normalizer, t, 2)
-    if out is None:
-        out = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
-    elif out.shape != (t, v) or out.dtype != logits.dtype or not out.is_contiguous():
-        raise ValueError(f"out: contiguous {logits.dtype} of shape [{t}, {v}] is wanted")
-    on_one_device(logits=logits, grad=grad, normalizer=normalizer, out=out)
+    on_one_device(logits=logits, grad=grad, normalizer=normalizer)
+    out = torch.empty(t, v, dtype=logits.dtype, device=logits.device)
     if t > 0:
         with torch.cuda.device_of(logits):
             _cross_entropy_gradient_kernel[(t, triton.cdiv(v, _block(v)))](
@@ -122,8 +80,7 @@ def cross_entropy_backward(
 def _checked(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits has shape {tuple(logits.shape)}: [T, V], V > 0, is wanted")
-    if logits.dtype not in FLOATS:
-        raise TypeError(f"logits is {logits.dtype}: torch.float32 or torch.bfloat16 is wanted")
+    check_float("logits", logits)
     if targets.shape != logits.shape[:1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}: [{len(logits)}] is wanted")
     if targets.dtype not in (torch.int64, torch.int32):

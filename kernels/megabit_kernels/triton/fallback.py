@@ -15,7 +15,7 @@ from megabit_kernels.triton.arithmetic import is_interpreted
 from megabit_kernels.triton.compile_spec import CompileSpec
 from megabit_kernels.triton.config import TileConfig
 from megabit_kernels.triton.launch import launch
-from megabit_kernels.triton.unpack import plane_codes
+from megabit_kernels.triton.unpack import plane_int8, signed_planes
 from megabit_kernels.triton.weight_gradient import scale_tokens
 
 _TILE = TileConfig(1, 32, 64)
@@ -92,10 +92,11 @@ def _unpack_kernel(
     rows = n.to(tl.int64)[:, None]
     has_n = (n < N)[:, None]
     packed = tl.load(planes_ptr + rows * width + (block * 64 + j)[None, :], mask=has_n, other=0)
+    signed = signed_planes(packed, ASM)
     for p in tl.static_range(4):
         k = block * 256 + 64 * p + j
         at = codes_ptr + rows * K + k[None, :]
-        tl.store(at, plane_codes(packed, p, ASM) - 1, mask=has_n & (k < K)[None, :])
+        tl.store(at, plane_int8(signed, p, ASM) >> 6, mask=has_n & (k < K)[None, :])
 
 
 def compile_specs() -> tuple[CompileSpec, ...]:

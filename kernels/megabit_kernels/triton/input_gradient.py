@@ -3,9 +3,6 @@
 The weight's codes are exact in bf16, so this is a bf16 product with fp32 sums that is scaled and
 rounded once at the end. It reads codes from int8 or from planes. A tile of planes is one plane of
 some blocks: the same bytes are read four times for four tiles, as many in all as int8 codes have.
-
-The approximate way quantizes dY to int8 too, one scale a token. It is faster and no longer the
-gradient that the straight-through estimator defines, so nothing chooses it by itself.
 """
 
 import torch
@@ -13,13 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabit_kernels.epilogue import Epilogue
 from megabit_kernels.layouts import planes_shape
 from megabit_kernels.triton import candidates
 from megabit_kernels.triton.arithmetic import is_interpreted
 from megabit_kernels.triton.compile_spec import CompileSpec, spec_of_tiles
 from megabit_kernels.triton.config import TileConfig
-from megabit_kernels.triton.int8_gemm import int8_gemm
 from megabit_kernels.triton.launch import launch, matrix, on_one_device, shaped, stored
 from megabit_kernels.triton.tiles import load_tile, row_pointers, tile_at
 from megabit_kernels.triton.unpack import plane_bf16
@@ -70,28 +65,6 @@ def input_gradient(
         config=config,
     )
     return dx.to(dy.dtype)
-
-
-def approximate_input_gradient(
-    dy_q: Tensor,
-    dy_scale: Tensor,
-    codes_t: Tensor,
-    w_scale: Tensor,
-    config: TileConfig,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """``dx[m, k] = (Σ_n dy_q[m, n] · w[n, k]) · (s · γ)``, in integers.
-
-    Args:
-        dy_q: int8 ``[M, N]``, each row quantized as an activation.
-        dy_scale: s, fp32 ``[M, 1]``.
-        codes_t: int8 ``[K, N]``, the codes transposed: integer tensor cores read both operands
-            along the sum.
-
-    Returns:
-        ``[M, K]`` in ``dtype``.
-    """
-    return int8_gemm(dy_q, codes_t, config, Epilogue(dy_scale, w_scale, dtype))
 
 
 @triton.jit

@@ -11,10 +11,12 @@ import argparse
 import importlib
 import json
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 
 import megabit_kernels.triton
 from megabit_kernels.triton.arithmetic import is_interpreted
@@ -32,7 +34,8 @@ SHARED_BYTES = {
     **dict.fromkeys((86, 89, 120), 99 * _KIB),
     **dict.fromkeys((90, 100, 103), 227 * _KIB),
 }
-"""The most that one program can have (CUDA C++ Programming Guide, compute capabilities)."""
+"""The most that one program can have, for every architecture that kernels can be compiled for
+(CUDA C++ Programming Guide, compute capabilities)."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ def problems(spec: CompileSpec, architecture: int, code: MachineCode) -> Iterato
     """Where ``code`` is not what ``spec`` wants, or what the architecture can run."""
     if code.spills:
         yield f"{code.spills} instructions spill registers"
-    available = SHARED_BYTES.get(architecture)
-    if available is not None and code.shared_bytes > available:
+    available = SHARED_BYTES[architecture]
+    if code.shared_bytes > available:
         yield f"{code.shared_bytes} bytes of shared memory, but a program can have {available}"
     wanted: frozenset[str] = frozenset()
     if spec.tensor_cores is not None:
@@ -94,38 +97,31 @@ def problems(spec: CompileSpec, architecture: int, code: MachineCode) -> Iterato
         yield f"unexpected tensor-core instructions: {', '.join(sorted(found - wanted))}"
 
 
-def package_modules() -> tuple[str, ...]:
-    """Dotted names of the modules of this package that have kernels to compile."""
+def package_modules() -> tuple[ModuleType, ...]:
+    """The modules of this package that have kernels to compile."""
     package = megabit_kernels.triton
     names = [f"{package.__name__}.{entry.name}" for entry in pkgutil.iter_modules(package.__path__)]
-    return tuple(name for name in names if hasattr(importlib.import_module(name), "compile_specs"))
+    modules = (importlib.import_module(name) for name in names)
+    return tuple(module for module in modules if hasattr(module, "compile_specs"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m megabit_kernels.triton.inspect",
-        description="Compile the Triton kernels ahead of time and report their machine code.",
-    )
-    parser.add_argument("--arch", nargs="+", default=["sm_80", "sm_90", "sm_100"], metavar="sm_NN")
-    parser.add_argument("--kernel", default="", help="only kernels whose name holds this text")
-    parser.add_argument(
-        "--module", nargs="+", help="modules with compile_specs(); default: all of the package"
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON list, not a table")
-    parser.add_argument("--sass", type=Path, metavar="FOLDER", help="save disassemblies here")
+    """Runs the command; the exit status, 1 where a kernel has problems."""
+    parser = _parser()
     options = parser.parse_args(arguments)
     if is_interpreted():
         parser.error("TRITON_INTERPRET is set: then Triton interprets kernels and compiles none")
-    architectures = [_architecture(parser, name) for name in options.arch]
+    everything: list[CompileSpec] = [
+        spec for module in options.module or package_modules() for spec in module.compile_specs()
+    ]
+    specs = [spec for spec in everything if options.kernel in spec.name]
+    if not specs:
+        known = ", ".join(sorted({re.split("[ ,]", spec.name)[0] for spec in everything}))
+        parser.error(f"--kernel {options.kernel}: no kernel's name holds this; there are {known}")
+    architectures = [int(name.removeprefix("sm_")) for name in options.arch]
     if options.sass is not None:
         options.sass.mkdir(parents=True, exist_ok=True)
-    specs = [
-        spec
-        for module in options.module or package_modules()
-        for spec in importlib.import_module(module).compile_specs()
-        if options.kernel in spec.name
-    ]
-    width = max((len(spec.name) for spec in specs), default=0)
+    width = max(len(spec.name) for spec in specs)
     if not options.json:
         print(_HEADER.format("kernel", width=width))
     reports = []
@@ -136,6 +132,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([asdict(report) for report in reports], indent=2))
     return int(any(report.problems for report in reports))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megabit_kernels.triton.inspect",
+        description="Compile the Triton kernels ahead of time and report their machine code.",
+    )
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        choices=[f"sm_{architecture}" for architecture in sorted(SHARED_BYTES)],
+        default=["sm_80", "sm_90", "sm_100"],
+        metavar="sm_NN",
+        help="default: sm_80 sm_90 sm_100",
+    )
+    parser.add_argument("--kernel", default="", help="only kernels whose name holds this text")
+    parser.add_argument(
+        "--module",
+        nargs="+",
+        type=_module,
+        help="modules with compile_specs(); default: all of the package",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list, not a table")
+    parser.add_argument("--sass", type=Path, metavar="FOLDER", help="save disassemblies here")
+    return parser
 
 
 def _pairs(
@@ -168,11 +189,14 @@ def _line(report: Report, width: int) -> str:
     )
 
 
-def _architecture(parser: argparse.ArgumentParser, name: str) -> int:
-    number = name.removeprefix("sm_")
-    if not number.isdigit():
-        parser.error(f"--arch {name}: a name such as sm_90 is wanted")
-    return int(number)
+def _module(name: str) -> ModuleType:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not hasattr(module, "compile_specs"):
+        raise argparse.ArgumentTypeError(f"{name} has no compile_specs()")
+    return module
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def int8_gemm(
     operands = int8_operands(x_q, weight)
     per_row = epilogue is not None and epilogue.w_scale.dim() == 1
     out = output(operands, epilogue, rows_scaled=per_row)
-    x_q, weight, _, m, n, k = operands
+    x_q, weight, m, n, k = operands
     launch(
         _int8_gemm_kernel,
         (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),),

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from megabit_kernels.epilogue import Epilogue
 from megabit_kernels.layouts import planes_shape
+from megabit_kernels.numerics import MAX_EXACT_K
 from megabit_kernels.triton.arithmetic import is_interpreted
 from megabit_kernels.triton.config import TileConfig
-
-MAX_K = 131_072
-"""Widest product whose sums int32 holds, and fp32 too where an operand is ternary."""
-OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
+from megabit_kernels.triton.limits import FLOATS, OUTPUTS
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, config: TileConfig) -> None:
@@ -43,6 +41,12 @@ def shaped(name: str, x: Tensor, *shape: int) -> Tensor:
     return x.contiguous()
 
 
+def check_float(name: str, x: Tensor) -> None:
+    """Refuses what the kernels do not compute in fp32."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} is {x.dtype}: {' or '.join(map(str, FLOATS))} is wanted")
+
+
 def on_one_device(**tensors: Tensor | None) -> None:
     """Refuses tensors on different devices, and tensors that the kernels cannot reach."""
     devices = {name: x.device for name, x in tensors.items() if x is not None}
@@ -59,34 +63,21 @@ class Operands(NamedTuple):
     x_q: Tensor
     """int8 ``[M, K]``"""
     weight: Tensor
-    x_sum: Tensor | None
-    """int32 ``[M]``"""
     m: int
     n: int
     k: int
 
 
-def packed_operands(
-    x_q: Tensor, planes: Tensor, x_sum: Tensor | None, config: TileConfig
-) -> Operands:
-    """Activations and planes, in the dtypes that ``config`` multiplies.
-
-    In fp16 weights have no offset, so Σx is not needed. Else it is computed, unless the kernel
-    that made ``x_q`` gave it along.
-    """
+def packed_operands(x_q: Tensor, planes: Tensor, config: TileConfig) -> Operands:
+    """Activations, in the dtype that ``config`` multiplies, and planes."""
     x_q = matrix("x_q", x_q, torch.int8)
     planes = matrix("planes", planes, torch.uint8)
-    on_one_device(x_q=x_q, planes=planes, x_sum=x_sum)
+    on_one_device(x_q=x_q, planes=planes)
     (m, k), n = x_q.shape, planes.shape[0]
     _check_k(k)
     planes = shaped("planes", planes, *planes_shape(n, k))
-    if config.operand == "fp16":
-        return Operands(x_q.to(torch.float16), planes, None, m, n, k)
-    if x_sum is None:
-        x_sum = x_q.sum(1, dtype=torch.int32)
-    elif x_sum.dtype != torch.int32:
-        raise TypeError(f"x_sum is {x_sum.dtype}: torch.int32 is wanted")
-    return Operands(x_q, planes, shaped("x_sum", x_sum, m), m, n, k)
+    x_q = x_q.to(torch.float16) if config.operand == "fp16" else x_q
+    return Operands(x_q, planes, m, n, k)
 
 
 def int8_operands(x_q: Tensor, weight: Tensor) -> Operands:
@@ -96,12 +87,12 @@ def int8_operands(x_q: Tensor, weight: Tensor) -> Operands:
     on_one_device(x_q=x_q, weight=weight)
     (m, k), n = x_q.shape, weight.shape[0]
     _check_k(k)
-    return Operands(x_q, shaped("weight", weight, n, k), None, m, n, k)
+    return Operands(x_q, shaped("weight", weight, n, k), m, n, k)
 
 
 def _check_k(k: int) -> None:
-    if k > MAX_K:
-        raise ValueError(f"K = {k} exceeds {MAX_K}, the widest exact product")
+    if k > MAX_EXACT_K:
+        raise ValueError(f"K = {k} exceeds {MAX_EXACT_K}, the widest exact product")
 
 
 class Output(NamedTuple):
@@ -118,7 +109,7 @@ def output(operands: Operands, epilogue: Epilogue | None, rows_scaled: bool = Fa
     Args:
         rows_scaled: whether the weight has a scale for each of its N rows.
     """
-    x_q, _, _, m, n, _ = operands
+    x_q, _, m, n, _ = operands
     if epilogue is None:
         return Output(x_q.new_empty(m, n, dtype=torch.int32), None, None)
     x_scale, w_scale, dtype = epilogue.x_scale, epilogue.w_scale, epilogue.dtype

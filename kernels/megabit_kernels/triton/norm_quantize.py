@@ -5,22 +5,23 @@ rounding is monotonic, max|y| is ``max|x · gain| · rstd``: one pass over x fin
 second one writes the codes. y itself is never stored. As in ``quantize``, one program has one
 token, and its first block of columns stays in registers between the passes.
 
-rstd alone may differ from the definition's, in its last bit: Σx² is added up in another order.
+rstd = 1 / √(mean x² + eps) alone may differ from the definition's, in its last bit: Σx² is added up
+in another order.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabit_kernels.triton.arithmetic import FLOATS, is_interpreted, rounded
+from megabit_kernels.triton.arithmetic import is_interpreted, rounded
 from megabit_kernels.triton.compile_spec import CompileSpec
 from megabit_kernels.triton.gated import gated_linear_unit
-from megabit_kernels.triton.launch import on_one_device
+from megabit_kernels.triton.launch import check_float, on_one_device
+from megabit_kernels.triton.limits import FLOATS
 from megabit_kernels.triton.quantize import (
     MAX_BLOCK,
+    Quantized,
     activation_scale,
     as_rows,
     block_of,
@@ -35,20 +36,7 @@ _PER_THREAD = 8
 """16 bytes of bf16. With more of them, a thread that holds three inputs needs over 64 registers."""
 
 
-class QuantizedNorm(NamedTuple):
-    """A norm's output as integer products take it, and what its backward needs."""
-
-    x_q: Tensor
-    """int8 ``[M, K]``"""
-    scale: Tensor
-    """s, fp32 ``[M, 1]``"""
-    row_sum: Tensor
-    """Σ_k x_q, int32 ``[M]``"""
-    rstd: Tensor
-    """1 / √(mean x² + eps), fp32 ``[M, 1]``"""
-
-
-def rms_norm_quantize(x: Tensor, gain: Tensor, eps: float) -> QuantizedNorm:
+def rms_norm_quantize(x: Tensor, gain: Tensor, eps: float) -> Quantized:
     """``quantize_activation(rms_norm(x, gain, eps))``.
 
     Args:
@@ -60,7 +48,7 @@ def rms_norm_quantize(x: Tensor, gain: Tensor, eps: float) -> QuantizedNorm:
 
 def glu_rms_norm_quantize(
     gate: Tensor, up: Tensor, gain: Tensor, eps: float, activation: str
-) -> QuantizedNorm:
+) -> Quantized:
     """``rms_norm_quantize(act(gate) · up, gain, eps)``.
 
     Args:
@@ -80,14 +68,13 @@ def glu_rms_norm_quantize(
 
 def _norm_quantize(
     x: Tensor, up: Tensor | None, gain: Tensor, eps: float, activation: str | None
-) -> QuantizedNorm:
+) -> Quantized:
     on_one_device(x=x, up=up, gain=gain)
     m, k = x.shape
-    if gain.dtype not in FLOATS:
-        raise TypeError(f"gain is {gain.dtype}: torch.float32 or torch.bfloat16 is wanted")
+    check_float("gain", gain)
     if gain.shape != (k,):
         raise ValueError(f"gain has shape {tuple(gain.shape)}: [{k}] is wanted")
-    result = QuantizedNorm(*empty_result(x), x.new_empty(m, 1, dtype=torch.float32))
+    result = empty_result(x)
     if m > 0:
         block, num_warps = block_of(k, _PER_THREAD)
         with torch.cuda.device_of(x):
@@ -115,8 +102,6 @@ def _norm_quantize_kernel(
     gain_ptr: tl.tensor,
     x_q_ptr: tl.tensor,
     scale_ptr: tl.tensor,
-    row_sum_ptr: tl.tensor,
-    rstd_ptr: tl.tensor,
     eps: tl.tensor,
     K: tl.tensor,
     x_stride: tl.tensor,
@@ -149,14 +134,12 @@ def _norm_quantize_kernel(
         rounded(largest_magnitude(largest) * rstd, dtype, INTERPRETED)
     )
     y = rounded(scaled * rstd, dtype, INTERPRETED)
-    row_sum = store_codes(x_q_ptr, y, scale, inverse, columns, K, INTERPRETED)
+    store_codes(x_q_ptr, y, scale, inverse, columns, K, INTERPRETED)
     for start in range(BLOCK, K, BLOCK):
         x = _load_input(x_ptr, up_ptr, start + columns, K, ACTIVATION, INTERPRETED)
         y = rounded((x * load_columns(gain_ptr, start + columns, K)) * rstd, dtype, INTERPRETED)
-        row_sum += store_codes(x_q_ptr, y, scale, inverse, start + columns, K, INTERPRETED)
+        store_codes(x_q_ptr, y, scale, inverse, start + columns, K, INTERPRETED)
     tl.store(scale_ptr + row, scale)
-    tl.store(row_sum_ptr + row, tl.sum(row_sum))
-    tl.store(rstd_ptr + row, rstd)
 
 
 @triton.jit
@@ -196,8 +179,6 @@ def _compile_spec(dtype: str, activation: str | None) -> CompileSpec:
             "gain_ptr": "*fp32",
             "x_q_ptr": "*i8",
             "scale_ptr": "*fp32",
-            "row_sum_ptr": "*i32",
-            "rstd_ptr": "*fp32",
             "eps": "fp32",
             "K": "i32",
             "x_stride": "i32",

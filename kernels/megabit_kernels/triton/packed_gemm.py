@@ -1,8 +1,7 @@
 """int8 activations times packed ternary weights, for many rows: prefill and training.
 
-Way of the data: 2 bits a weight from memory to registers → codes w + 1 → tensor cores, int32 →
-minus Σx, which undoes the + 1 → times s·γ → rounded once. Sums are exact, so neither the tiles nor
-the operand's dtype changes a bit.
+Way of the data: 2 bits a weight from memory to registers → int8 → tensor cores, int32 → times s·γ →
+rounded once. Sums are exact, so neither the tiles nor the operand's dtype changes a bit.
 """
 
 from dataclasses import replace
@@ -21,11 +20,7 @@ from megabit_kernels.triton.tiles import packed_sum, row_pointers, store_product
 
 
 def packed_gemm(
-    x_q: Tensor,
-    planes: Tensor,
-    config: TileConfig,
-    epilogue: Epilogue | None = None,
-    x_sum: Tensor | None = None,
+    x_q: Tensor, planes: Tensor, config: TileConfig, epilogue: Epilogue | None = None
 ) -> Tensor:
     """``acc[m, n] = Σ_k x_q[m, k] · w[n, k]``, or what ``epilogue`` makes of it.
 
@@ -34,14 +29,13 @@ def packed_gemm(
         planes: uint8 ``[N, 64 · ceil(K/256)]``.
         config: tiles of ``block_m`` tokens and ``block_n`` outputs.
         epilogue: None gives int32.
-        x_sum: Σ_k x_q, int32 ``[M]``; computed if not given.
 
     Returns:
         ``[M, N]``, int32 or in the epilogue's dtype.
     """
-    operands = packed_operands(x_q, planes, x_sum, config)
+    operands = packed_operands(x_q, planes, config)
     out = output(operands, epilogue)
-    x_q, planes, x_sum, m, n, k = operands
+    x_q, planes, m, n, k = operands
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)
     launch(
         _packed_gemm_kernel,
@@ -49,7 +43,6 @@ def packed_gemm(
         x_q,
         planes,
         *out,
-        x_sum,
         m,
         n,
         k,
@@ -71,7 +64,6 @@ def _packed_gemm_kernel(
     y_ptr: tl.tensor,
     x_scale_ptr: tl.tensor,
     w_scale_ptr: tl.tensor,
-    x_sum_ptr: tl.tensor,
     M: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
@@ -92,11 +84,7 @@ def _packed_gemm_kernel(
     n = j * BN + tl.arange(0, BN)
     w_rows = row_pointers(planes_ptr, n, N, planes_stride)
     x_rows = row_pointers(x_ptr, m, M, K)
-    acc = tl.zeros((BN, BM), tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32)
-    acc = packed_sum(acc, w_rows, x_rows, None, 0, tl.cdiv(K, 256), K, TAIL, ASM)
-    acc = acc.to(tl.int32)
-    if x_sum_ptr is not None:
-        acc -= tl.load(x_sum_ptr + m, mask=m < M, other=0)[None, :]
+    acc = packed_sum(w_rows, x_rows, None, 0, tl.cdiv(K, 256), K, TAIL, ASM)
     store_product(acc, y_ptr, m, n, M, N, x_scale_ptr, w_scale_ptr, False)
 
 
@@ -109,7 +97,7 @@ def compile_specs() -> tuple[CompileSpec, ...]:
         _spec("many rows", candidates.MANY_ROWS),
         _spec("many rows, tail", candidates.MANY_ROWS, TAIL=True),
         _spec("many rows, integers", candidates.MANY_ROWS, **integers),
-        _spec("many rows, fp16", replace(candidates.MANY_ROWS, operand="fp16"), x_sum_ptr=None),
+        _spec("many rows, fp16", replace(candidates.MANY_ROWS, operand="fp16")),
         _spec("prefill", candidates.PREFILL),
     )
 
@@ -125,7 +113,6 @@ def _spec(which: str, config: TileConfig, **constants: object) -> CompileSpec:
             "y_ptr": "*i32" if "x_scale_ptr" in constants else "*bf16",
             "x_scale_ptr": "*fp32",
             "w_scale_ptr": "*fp32",
-            "x_sum_ptr": "*i32",
             "M": "i32",
             "N": "i32",
             "K": "i32",

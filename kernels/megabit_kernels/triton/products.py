@@ -20,31 +20,23 @@ from megabit_kernels.triton.table import Key
 
 
 def packed_product(
-    x_q: Tensor,
-    planes: Tensor,
-    epilogue: Epilogue | None = None,
-    x_sum: Tensor | None = None,
-    choice: Choice | None = None,
+    x_q: Tensor, planes: Tensor, epilogue: Epilogue | None = None, choice: Choice | None = None
 ) -> Tensor:
     """int8 ``x_q [M, K]`` times ternary ``planes`` of ``[N, K]``; see ``packed_gemm``."""
     choice = choice or _choose("packed_gemm", x_q, planes.shape[0])
     if choice == "cublas":
         return fallback.packed_product(x_q, planes, epilogue)
-    return packed_gemm(x_q, planes, choice, epilogue, x_sum)
+    return packed_gemm(x_q, planes, choice, epilogue)
 
 
 def decode_product(
-    x_q: Tensor,
-    planes: Tensor,
-    epilogue: Epilogue | None = None,
-    x_sum: Tensor | None = None,
-    choice: Choice | None = None,
+    x_q: Tensor, planes: Tensor, epilogue: Epilogue | None = None, choice: Choice | None = None
 ) -> Tensor:
     """``packed_product`` for M ≤ 16; see ``split_k``."""
     choice = choice or _choose("split_k", x_q, planes.shape[0])
     if choice == "cublas":
         return fallback.packed_product(x_q, planes, epilogue)
-    return split_k(x_q, planes, choice, epilogue, x_sum)
+    return split_k(x_q, planes, choice, epilogue)
 
 
 def int8_product(
@@ -122,8 +114,8 @@ def _example(
         return lambda choice: input_gradient(dy, codes, k, w_scale, choice)
     if kernel == "weight_gradient":
         return lambda choice: weight_gradient(dy, x_q, x_scale, torch.float32, choice)
-    planes, x_sum = to_planes(codes), x_q.sum(1, dtype=torch.int32)
+    planes = to_planes(codes)
     if kernel == "packed_input_gradient":
         return lambda choice: input_gradient(dy, planes, k, w_scale, choice)
     product = decode_product if kernel == "split_k" else packed_product
-    return lambda choice: product(x_q, planes, epilogue, x_sum, choice)
+    return lambda choice: product(x_q, planes, epilogue, choice)

@@ -1,7 +1,7 @@
 """Activations to int8 with one scale for each token, and what other kernels quantize with.
 
-One program has one token. A first pass over the columns finds max|x|, a second one writes the codes
-and adds them up. The first block of columns stays in registers in between; only what a row has
+One program has one token. A first pass over the columns finds max|x|, a second one writes the
+codes. The first block of columns stays in registers in between; only what a row has
 beyond it is read again, out of a cache. The codes are those of ``numerics.quantize_activation``.
 """
 
@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megabit_kernels import numerics
-from megabit_kernels.triton.arithmetic import FLOATS, fma, is_interpreted
+from megabit_kernels.triton.arithmetic import fma, is_interpreted
 from megabit_kernels.triton.compile_spec import CompileSpec
-from megabit_kernels.triton.launch import on_one_device
+from megabit_kernels.triton.launch import check_float, on_one_device
+from megabit_kernels.triton.limits import FLOATS
 
 _MIN_SCALE = tl.constexpr(numerics.MIN_SCALE)
 _ROUNDER = tl.constexpr(1.5 * 2**23)
@@ -34,8 +35,6 @@ class Quantized(NamedTuple):
     """int8 ``[M, K]``"""
     scale: Tensor
     """s, fp32 ``[M, 1]``"""
-    row_sum: Tensor
-    """Σ_k x_q, int32 ``[M]``: what a product with codes w + 1 has too much"""
 
 
 def quantize_activation(x: Tensor, absmax: Tensor | None = None) -> Quantized:
@@ -71,7 +70,6 @@ def _quantize_kernel(
     absmax_ptr: tl.tensor,
     x_q_ptr: tl.tensor,
     scale_ptr: tl.tensor,
-    row_sum_ptr: tl.tensor,
     K: tl.tensor,
     x_stride: tl.tensor,
     BLOCK: tl.constexpr,
@@ -91,12 +89,11 @@ def _quantize_kernel(
     else:
         absmax = tl.load(absmax_ptr + row)
     scale, inverse = activation_scale(absmax)
-    row_sum = store_codes(x_q_ptr, x, scale, inverse, columns, K, INTERPRETED)
+    store_codes(x_q_ptr, x, scale, inverse, columns, K, INTERPRETED)
     for start in range(BLOCK, K, BLOCK):
         x = load_columns(x_ptr, start + columns, K)
-        row_sum += store_codes(x_q_ptr, x, scale, inverse, start + columns, K, INTERPRETED)
+        store_codes(x_q_ptr, x, scale, inverse, start + columns, K, INTERPRETED)
     tl.store(scale_ptr + row, scale)
-    tl.store(row_sum_ptr + row, tl.sum(row_sum))
 
 
 @triton.jit
@@ -132,11 +129,10 @@ def store_codes(
     columns: tl.tensor,
     K: tl.tensor,
     INTERPRETED: tl.constexpr,
-) -> tl.tensor:
-    """Quantizes and stores some columns of a token; returns their codes in int32."""
+) -> None:
+    """Quantizes and stores some columns of a token."""
     codes = _quantize(x, scale, inverse, INTERPRETED)
     tl.store(x_q_ptr + columns, codes.to(tl.int8), mask=columns < K)
-    return codes
 
 
 @triton.jit
@@ -162,8 +158,7 @@ def as_rows(name: str, x: Tensor) -> Tensor:
     """``x [M, K]``, checked, with neighbouring columns side by side; rows may lie apart."""
     if x.dim() != 2:
         raise ValueError(f"{name} has shape {tuple(x.shape)}: [M, K] is wanted")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name} is {x.dtype}: torch.float32 or torch.bfloat16 is wanted")
+    check_float(name, x)
     if x.shape[1] > numerics.MAX_EXACT_K:
         limit = numerics.MAX_EXACT_K
         raise ValueError(f"{name} has K = {x.shape[1]}: products are exact up to K = {limit}")
@@ -171,11 +166,9 @@ def as_rows(name: str, x: Tensor) -> Tensor:
 
 
 def empty_result(x: Tensor) -> Quantized:
-    m = x.shape[0]
     return Quantized(
         torch.empty(x.shape, dtype=torch.int8, device=x.device),
-        torch.empty(m, 1, dtype=torch.float32, device=x.device),
-        torch.empty(m, dtype=torch.int32, device=x.device),
+        torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device),
     )
 
 
@@ -202,7 +195,6 @@ def _compile_spec(dtype: str, absmax: bool) -> CompileSpec:
             **({"absmax_ptr": "*fp32"} if absmax else {}),
             "x_q_ptr": "*i8",
             "scale_ptr": "*fp32",
-            "row_sum_ptr": "*i32",
             "K": "i32",
             "x_stride": "i32",
         },

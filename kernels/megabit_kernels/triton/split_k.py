@@ -19,31 +19,26 @@ from megabit_kernels.triton.arithmetic import is_interpreted
 from megabit_kernels.triton.compile_spec import CompileSpec, spec_of_tiles
 from megabit_kernels.triton.config import TileConfig
 from megabit_kernels.triton.launch import launch, output, packed_operands
+from megabit_kernels.triton.limits import DECODE_ROWS
 from megabit_kernels.triton.tiles import packed_sum, row_pointers, store_product
 
-MAX_M = 16
-"""Rows of the one tile: the fewest that all tensor cores take."""
 _SCALE_BLOCK = 1024
 
 
 def split_k(
-    x_q: Tensor,
-    planes: Tensor,
-    config: TileConfig,
-    epilogue: Epilogue | None = None,
-    x_sum: Tensor | None = None,
+    x_q: Tensor, planes: Tensor, config: TileConfig, epilogue: Epilogue | None = None
 ) -> Tensor:
     """``packed_gemm`` for M ≤ 16, with ``config.split`` programs for each tile of outputs.
 
     One launch without a split. A split costs a fill with zeros before and, if there is an
     epilogue, a pass over ``[M, N]`` after it.
     """
-    operands = packed_operands(x_q, planes, x_sum, config)
-    x_q, planes, x_sum, m, n, k = operands
-    if m > MAX_M:
-        raise ValueError(f"x_q has {m} rows: at most {MAX_M} are wanted")
-    if config.block_m != MAX_M:
-        raise ValueError(f"block_m = {config.block_m}: {MAX_M} is wanted")
+    operands = packed_operands(x_q, planes, config)
+    x_q, planes, m, n, k = operands
+    if m > DECODE_ROWS:
+        raise ValueError(f"x_q has {m} rows: at most {DECODE_ROWS} are wanted")
+    if config.block_m != DECODE_ROWS:
+        raise ValueError(f"block_m = {config.block_m}: {DECODE_ROWS} is wanted")
     out = output(operands, epilogue)
     blocks = triton.cdiv(k, 256)
     split = max(1, min(config.split, blocks))
@@ -51,12 +46,11 @@ def split_k(
     scales = (out.x_scale, out.w_scale) if split == 1 else (None, None)
     launch(
         _split_k_kernel,
-        (triton.cdiv(m, MAX_M), triton.cdiv(n, config.block_n), split),
+        (triton.cdiv(m, DECODE_ROWS), triton.cdiv(n, config.block_n), split),
         x_q,
         planes,
         acc,
         *scales,
-        x_sum,
         m,
         n,
         k,
@@ -83,7 +77,6 @@ def _split_k_kernel(
     y_ptr: tl.tensor,
     x_scale_ptr: tl.tensor,
     w_scale_ptr: tl.tensor,
-    x_sum_ptr: tl.tensor,
     M: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
@@ -101,13 +94,9 @@ def _split_k_kernel(
     blocks = tl.cdiv(K, 256)
     w_rows = row_pointers(planes_ptr, n, N, planes_stride)
     x_rows = row_pointers(x_ptr, m, M, K)
-    acc = tl.zeros((BN, BM), tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32)
     first = part * blocks // SPLIT
     last = (part + 1) * blocks // SPLIT
-    acc = packed_sum(acc, w_rows, x_rows, (m < M)[:, None], first, last, K, TAIL, ASM)
-    acc = acc.to(tl.int32)
-    if x_sum_ptr is not None:  # one part takes off the whole of Σx
-        acc -= tl.load(x_sum_ptr + m, mask=(m < M) & (part == 0), other=0)[None, :]
+    acc = packed_sum(w_rows, x_rows, (m < M)[:, None], first, last, K, TAIL, ASM)
     if SPLIT == 1:
         store_product(acc, y_ptr, m, n, M, N, x_scale_ptr, w_scale_ptr, False)
     else:
@@ -137,7 +126,7 @@ def compile_specs() -> tuple[CompileSpec, ...]:
     return (
         _spec("alone", candidates.DECODE),
         _spec("alone, tail", candidates.DECODE, TAIL=True),
-        _spec("alone, fp16", replace(candidates.DECODE, operand="fp16"), x_sum_ptr=None),
+        _spec("alone, fp16", replace(candidates.DECODE, operand="fp16")),
         _spec("split", replace(candidates.DECODE, split=4)),
         CompileSpec(
             name="split_k, scaling",
@@ -171,7 +160,6 @@ def _spec(which: str, config: TileConfig, **constants: object) -> CompileSpec:
             "y_ptr": "*bf16" if config.split == 1 else "*i32",
             "x_scale_ptr": "*fp32",
             "w_scale_ptr": "*fp32",
-            "x_sum_ptr": "*i32",
             "M": "i32",
             "N": "i32",
             "K": "i32",

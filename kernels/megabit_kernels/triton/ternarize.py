@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megabit_kernels import numerics
-from megabit_kernels.triton.arithmetic import FLOATS
 from megabit_kernels.triton.compile_spec import CompileSpec
-from megabit_kernels.triton.launch import on_one_device
+from megabit_kernels.triton.launch import check_float, on_one_device
+from megabit_kernels.triton.limits import FLOATS
 
-Output = Literal["planes", "packed", "int8", "bf16"]
+CodeFormat = Literal["planes", "packed", "int8", "bf16"]
 """Where codes can go: the layouts, and bf16 for a product in floating point."""
 
 PIECE = 65_536
@@ -42,7 +42,7 @@ def absmean_scale(weight: Tensor) -> Tensor:
 
 def sum_of_magnitudes(weight: Tensor) -> Tensor:
     """Σ|W| of ``weight``, fp32 or bf16 of any shape: fp64, 0-dimensional."""
-    _check_dtype(weight)
+    check_float("weight", weight)
     on_one_device(weight=weight)
     weight = weight.contiguous()
     pieces = torch.empty(
@@ -56,7 +56,7 @@ def sum_of_magnitudes(weight: Tensor) -> Tensor:
     return pieces.sum()
 
 
-def ternarize(weight: Tensor, scale: Tensor, outputs: Sequence[Output]) -> tuple[Tensor, ...]:
+def ternarize(weight: Tensor, scale: Tensor, outputs: Sequence[CodeFormat]) -> tuple[Tensor, ...]:
     """``numerics.ternarize`` into one or more layouts at once, the same bits.
 
     Args:
@@ -68,7 +68,7 @@ def ternarize(weight: Tensor, scale: Tensor, outputs: Sequence[Output]) -> tuple
         In the order of ``outputs``: ``planes`` uint8 ``[N, 64 · ceil(K/256)]``, ``packed`` uint8
         ``[N, ceil(K/4)]``, ``int8`` and ``bf16`` ``[N, K]``.
     """
-    _check_dtype(weight)
+    check_float("weight", weight)
     on_one_device(weight=weight, scale=scale)
     if weight.dim() != 2:
         raise ValueError(f"weight has shape {tuple(weight.shape)}: [N, K] is wanted")
@@ -76,18 +76,20 @@ def ternarize(weight: Tensor, scale: Tensor, outputs: Sequence[Output]) -> tuple
         raise ValueError(f"scale has shape {tuple(scale.shape)}: one number is wanted")
     if scale.dtype not in (torch.float32, weight.dtype):
         raise TypeError(f"scale is {scale.dtype}: torch.float32 or {weight.dtype} is wanted")
-    unknown = [output for output in outputs if output not in get_args(Output)]
+    unknown = [output for output in outputs if output not in get_args(CodeFormat)]
     if unknown or len(set(outputs)) != len(outputs):
-        raise ValueError(f"outputs is {tuple(outputs)}: each of {get_args(Output)} at most once")
+        raise ValueError(
+            f"outputs is {tuple(outputs)}: each of {get_args(CodeFormat)} at most once"
+        )
     n, k = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    results: dict[Output, Tensor] = {output: _empty(output, weight) for output in outputs}
+    results: dict[CodeFormat, Tensor] = {output: _empty(output, weight) for output in outputs}
     if weight.numel() > 0:
         with torch.cuda.device_of(weight):
             _ternarize_kernel[triton.cdiv(n, ROWS), triton.cdiv(k, COLUMNS.value)](
                 weight,
                 scale,
-                *(results.get(output) for output in get_args(Output)),
+                *(results.get(output) for output in get_args(CodeFormat)),
                 n,
                 k,
                 weight.stride(0),
@@ -157,18 +159,13 @@ def _ternarize_kernel(
         tl.store(planes_ptr + rows * planes_stride + bytes_, planes, mask=rows < N)
 
 
-def _empty(output: Output, weight: Tensor) -> Tensor:
+def _empty(output: CodeFormat, weight: Tensor) -> Tensor:
     n, k = weight.shape
     shape = {"planes": (n, 64 * triton.cdiv(k, 256)), "packed": (n, triton.cdiv(k, 4))}
     dtype = {"int8": torch.int8, "bf16": torch.bfloat16}
     return torch.empty(
         shape.get(output, (n, k)), dtype=dtype.get(output, torch.uint8), device=weight.device
     )
-
-
-def _check_dtype(weight: Tensor) -> None:
-    if weight.dtype not in FLOATS:
-        raise TypeError(f"weight is {weight.dtype}: torch.float32 or torch.bfloat16 is wanted")
 
 
 def compile_specs() -> tuple[CompileSpec, ...]:
@@ -194,7 +191,7 @@ def compile_specs() -> tuple[CompileSpec, ...]:
     )
 
 
-def _ternarize_spec(dtype: str, outputs: Sequence[Output]) -> CompileSpec:
+def _ternarize_spec(dtype: str, outputs: Sequence[CodeFormat]) -> CompileSpec:
     pointers = {"planes": "*u8", "packed": "*u8", "int8": "*i8", "bf16": "*bf16"}
     return CompileSpec(
         name=f"ternarize {dtype[1:]} to {'+'.join(outputs)}",

@@ -9,7 +9,7 @@ unpacked by one warp and not by all.
 import triton
 import triton.language as tl
 
-from megabit_kernels.triton.unpack import plane_codes, plane_fp16
+from megabit_kernels.triton.unpack import plane_fp16, plane_int8, signed_planes
 
 
 @triton.jit
@@ -59,7 +59,6 @@ def load_tile(
 
 @triton.jit
 def packed_sum(
-    acc: tl.tensor,
     w_rows: tl.tensor,
     x_rows: tl.tensor,
     x_mask: tl.tensor,
@@ -69,39 +68,42 @@ def packed_sum(
     TAIL: tl.constexpr,
     ASM: tl.constexpr,
 ) -> tl.tensor:
-    """``acc [BN, BM]`` plus weight · xᵀ over blocks ``first`` to ``last - 1`` of 256 columns.
+    """``weight · xᵀ``, int32 ``[BN, BM]``, over blocks ``first`` to ``last - 1`` of 256 columns.
 
-    int8 multiplies codes w + 1, four planes in a turn. fp16 multiplies w, one plane in a turn: so
-    the sum stays in Blackwell's tensor memory, where four products in a turn would move it out and
-    back for each.
+    int8 multiplies 64 · w, four planes in a turn; sums stay within 2^30 for K ≤ 131,072. fp16
+    multiplies w, one plane in a turn: so the sum stays in Blackwell's tensor memory, where four
+    products in a turn would move it out and back for each.
 
     Args:
-        acc: int32 for x in int8, fp32 for x in fp16.
         w_rows: pointers ``[BN, 1]`` to rows of planes.
-        x_rows: pointers ``[BM, 1]`` to rows of x; ``x_mask`` and ``TAIL`` as in ``load_tile``.
+        x_rows: pointers ``[BM, 1]`` to rows of x, int8 or fp16.
+        x_mask, TAIL: as in ``load_tile``.
     """
     j = tl.arange(0, 64)
     w_tile = w_rows + (first * 64 + j)[None, :]
     x_tile = x_rows + (first * 256 + j)[None, :]
     left = K - first * 256
-    if acc.dtype == tl.int32:
+    if x_rows.dtype.element_ty == tl.int8:
+        acc = tl.zeros((w_rows.shape[0], x_rows.shape[0]), tl.int32)
         for _ in range(first, last):
-            packed = tl.load(w_tile)
+            signed = signed_planes(tl.load(w_tile), ASM)
             for p in tl.static_range(4):
                 x = load_tile(x_tile + 64 * p, x_mask, 64 * p + j, left, TAIL)
-                codes = plane_codes(packed, p, ASM)
-                acc = tl.dot(codes, tl.trans(x), acc, out_dtype=tl.int32)
+                acc = tl.dot(plane_int8(signed, p, ASM), tl.trans(x), acc, out_dtype=tl.int32)
             w_tile += 64
             x_tile += 256
             left -= 256
+        total = acc >> 6
     else:
+        acc = tl.zeros((w_rows.shape[0], x_rows.shape[0]), tl.float32)
         for plane in range(4 * first, 4 * last):
             packed = tl.load(w_rows + ((plane >> 2) * 64 + j)[None, :])
             x = load_tile(x_tile, x_mask, j, left, TAIL)
             acc = tl.dot(plane_fp16(packed, plane & 3, ASM), tl.trans(x), acc)
             x_tile += 64
             left -= 64
-    return acc
+        total = acc.to(tl.int32)
+    return total
 
 
 @triton.jit

@@ -7,6 +7,7 @@ which is ``megabit_kernels/triton/tuned`` in a checkout, the card's file can be 
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,10 @@ from typing import get_args
 
 import torch
 
+from megabit_kernels.numerics import MAX_EXACT_K
 from megabit_kernels.triton import products, tuning
 from megabit_kernels.triton.config import Kernel
-
-DECODE_TOKENS = 16
-"""Up to so many rows ``split_k`` computes the product, and ``packed_gemm`` from there on."""
+from megabit_kernels.triton.limits import DECODE_ROWS
 
 
 def main(
@@ -32,7 +32,10 @@ def main(
         device: to measure on; None is the current GPU.
         timer: what measures.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if "split_k" in (options.kernel or ()) and max(options.tokens) > DECODE_ROWS:
+        parser.error(f"--tokens {max(options.tokens)}: split_k takes at most {DECODE_ROWS}")
     if device is None and not torch.cuda.is_available():
         print("error: torch finds no GPU, and tiles are measured on one", file=sys.stderr)
         return 2
@@ -46,7 +49,7 @@ def main(
 
 
 def _forward(m: int) -> tuple[Kernel, ...]:
-    return ("split_k",) if m <= DECODE_TOKENS else ("packed_gemm",)
+    return ("split_k",) if m <= DECODE_ROWS else ("packed_gemm",)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,13 +61,13 @@ def _parser() -> argparse.ArgumentParser:
         "--layer", type=_layer, nargs="+", required=True, metavar="NxK", help="e.g. 2560x6912"
     )
     parser.add_argument(
-        "--tokens", type=int, nargs="+", required=True, metavar="M", help="rows of the product"
+        "--tokens", type=_tokens, nargs="+", required=True, metavar="M", help="rows of the product"
     )
     parser.add_argument(
         "--kernel",
         nargs="+",
         choices=get_args(Kernel),
-        help="default: split_k up to 16 tokens, packed_gemm beyond",
+        help=f"default: split_k up to {DECODE_ROWS} tokens, packed_gemm beyond",
     )
     parser.add_argument(
         "--folder", type=Path, help="where the card's file is kept (default: your cache)"
@@ -73,10 +76,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _layer(text: str) -> tuple[int, int]:
-    n, _, k = text.partition("x")
-    if not (n.isdecimal() and k.isdecimal()):
+    sizes = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", text)
+    if sizes is None:
         raise argparse.ArgumentTypeError(f"{text!r}: write it like 2560x6912")
-    return int(n), int(k)
+    n, k = int(sizes[1]), int(sizes[2])
+    if k > MAX_EXACT_K:
+        raise argparse.ArgumentTypeError(f"{text!r}: products are exact up to K = {MAX_EXACT_K}")
+    return n, k
+
+
+def _tokens(text: str) -> int:
+    if re.fullmatch(r"[1-9][0-9]*", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 1 is wanted")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,14 @@ of 256 columns is bits 2p and 2p + 1 of the block's 64 bytes. A tile of bytes th
 tiles of 64 columns by a shift and a mask each, with no exchange between lanes, and each meets 64
 neighbouring columns of the other operand.
 
-Inline assembly works on four bytes at once: two instructions for four int8 codes, six for four
-weights in fp16 or bf16. The compiler would take the bytes apart, several times as many, and then
-arithmetic and not memory would bound a product with few rows. The interpreter has no assembler, so
-every function has a plain path too.
+For int8 tensor cores the four codes w + 1 of a byte are made two's complement of w at once. The two
+bits of a plane, moved to the top of their byte, are then the number 64 · w: as cheap as w + 1, and
+the product needs no correction by the sum of the other operand, only a shift at its end.
+
+Inline assembly works on four bytes at once: two instructions for four int8 weights and two more for
+all planes of them, six for four weights in fp16 or bf16. The compiler would take the bytes apart,
+several times as many, and then arithmetic and not memory would bound a product with few rows. The
+interpreter has no assembler, so every function has a plain path too.
 """
 
 import triton
@@ -16,20 +20,40 @@ import triton.language as tl
 
 
 @triton.jit
-def plane_codes(packed: tl.tensor, P: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
-    """Plane ``P`` of a tile of bytes as int8 codes, each w + 1."""
+def signed_planes(packed: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
+    """A tile of bytes with all codes w + 1 (0, 1, 2) made two's complement of w (3, 0, 1).
+
+    The low bit of w is 1 where that of the code is 0, the high bit where both of the code are.
+    """
     if ASM:
-        codes = tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t; shr.u32 t, $1, {2 * P}; and.b32 $0, t, 0x03030303; }}",
+        signed = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; add.u32 t, $1, $1; lop3.b32 $0, $1, t, 0xAAAAAAAA, 0x07; }",
             "=r,r",
             [packed],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        signed = (packed | ((packed << 1) & 0xAA)) ^ 0xFF
+    return signed
+
+
+@triton.jit
+def plane_int8(signed: tl.tensor, P: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
+    """Plane ``P`` of ``signed_planes`` as int8 numbers, each 64 · w."""
+    if ASM:
+        weights = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t; shl.b32 t, $1, {6 - 2 * P}; and.b32 $0, t, 0xC0C0C0C0; }}",
+            "=r,r",
+            [signed],
             dtype=tl.int8,
             is_pure=True,
             pack=4,
         )
     else:
-        codes = ((packed >> (2 * P)) & 3).to(tl.int8)
-    return codes
+        weights = ((signed << (6 - 2 * P)) & 0xC0).to(tl.int8, bitcast=True)
+    return weights
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The operations as dispatch hands them to Triton equal the plain ones, in the interpreter."""
+"""The operations as dispatch hands them to Triton equal the plain ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +14,7 @@ from megabit_kernels import (
     gpu,
     input_gradient,
     int8_linear,
+    numerics,
     plain,
     quantize_activation,
     rms_norm_quantize,
@@ -21,13 +22,13 @@ from megabit_kernels import (
     ternary_matmul,
 )
 from megabit_kernels.conversion import Layout
+from tests.kernels.triton.operands import normal, ternary
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype)
+    return normal(*shape, seed=sum(shape), dtype=dtype)
 
 
 @pytest.fixture(params=["triton", "triton_split_k"])
@@ -40,7 +41,7 @@ def test_products(m: int, k: int, n: int, name: str) -> None:
     x_q, x_scale = quantize_activation(randn(m, k))
     weight = TernaryWeight.from_latent(randn(n, k), layout="planes")
     acc = ternary_matmul(x_q, weight, name)
-    assert torch.equal(acc.long(), x_q.long() @ weight.codes().long().t())
+    assert torch.equal(acc.double(), x_q.double() @ weight.codes().double().t())
     for dtype in FLOATS:
         expected = ternary_linear(x_q, x_scale, weight, dtype, "torch_fp32")
         assert torch.equal(ternary_linear(x_q, x_scale, weight, dtype, name), expected)
@@ -103,6 +104,18 @@ def test_gradients(layout: Layout, dtype: torch.dtype) -> None:
     # dY rounded to 127 steps either side; a sum of 70 of them has errors of either sign.
     approximate = input_gradient(grad, weight, torch.bfloat16, "triton_int8")
     assert float((approximate.double() - exact_dx).abs().max() / exact_dx.abs().max()) < 5e-2
+
+
+def test_the_int8_input_gradient_is_that_of_the_quantized_one() -> None:
+    grad, codes, w_scale = randn(9, 65), ternary(65, 40), torch.tensor(0.03)
+    grad_q, scale = quantize_activation(grad, implementation="triton")
+    dx = gpu.int8_input_gradient(grad, codes, "int8", 40, w_scale, torch.bfloat16)
+    product = (grad_q.double() @ codes.double()).to(torch.int32)
+    assert torch.equal(dx, numerics.dequantize_product(product, scale, w_scale, torch.float32))
+    # Each of dY's numbers moved by half a step at most.
+    moved = 0.5 * scale.double() * codes.double().abs().sum(0) * w_scale.double()
+    exact = grad.double() @ codes.double() * w_scale.double()
+    assert ((dx.double() - exact).abs() <= 1.001 * moved).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -1,19 +1,18 @@
-"""Gradients of a ternary layer in Triton's interpreter, against float64.
+"""Gradients of a ternary layer against float64.
 
 Whole numbers in, every sum is exact and the result is known to the bit. Other inputs are compared
-within the roundings that the definition allows. The interpreter multiplies in fp32 where a GPU has
-bf16 tensor cores; both take the same operands, exact in bf16.
+within the roundings that the definition allows. Triton's interpreter multiplies in fp32 where a GPU
+has bf16 tensor cores; both take the same operands, exact in bf16.
 """
 
 import pytest
 import torch
 from torch import Tensor
 
-from megabit_kernels import numerics
 from megabit_kernels.layouts import to_planes
 from megabit_kernels.triton import products
 from megabit_kernels.triton.config import Choice, TileConfig
-from megabit_kernels.triton.input_gradient import approximate_input_gradient
+from tests.kernels.triton.operands import activations, integers, normal, ternary, uniform
 
 BF16 = 2.0**-8  # largest relative error of a rounding to bf16
 FP32 = 2.0**-24  # ... to fp32
@@ -24,19 +23,9 @@ every_choice = pytest.mark.parametrize("choice", CHOICES, ids=["small", "wide", 
 every_layout = pytest.mark.parametrize("layout", ["codes", "planes"])
 
 
-def normal(m: int, n: int) -> Tensor:
-    return torch.randn(m, n, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-
 def whole(m: int, n: int) -> Tensor:
     """Numbers −8 to 8, few bits so that even cuBLAS's path rounds no sum of these sizes."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-8, 9, (m, n), generator=generator).bfloat16()
-
-
-def int8(low: int, high: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(low, high, shape, dtype=torch.int8, generator=generator)
+    return integers(-8, 9, m, n).bfloat16()
 
 
 def laid_out(codes: Tensor, layout: str) -> Tensor:
@@ -49,7 +38,7 @@ def laid_out(codes: Tensor, layout: str) -> Tensor:
 def test_the_input_gradient_of_whole_numbers_is_exact(
     m: int, n: int, k: int, choice: Choice, layout: str
 ) -> None:
-    dy, codes, w_scale = whole(m, n), int8(-1, 2, n, k), torch.tensor(0.7)
+    dy, codes, w_scale = whole(m, n), ternary(n, k), torch.tensor(0.7)
     dx = products.input_gradient(dy, laid_out(codes, layout), k, w_scale, choice)
     assert torch.equal(dx, ((dy.float() @ codes.float()) * w_scale).bfloat16())
 
@@ -58,7 +47,7 @@ def test_the_input_gradient_of_whole_numbers_is_exact(
 @every_choice
 def test_the_input_gradient_is_close_to_float64(choice: Choice, layout: str) -> None:
     m, n, k = 19, 300, 270
-    dy, codes, w_scale = normal(m, n), int8(-1, 2, n, k), torch.tensor(0.03)
+    dy, codes, w_scale = normal(m, n, dtype=torch.bfloat16), ternary(n, k), torch.tensor(0.03)
     dx = products.input_gradient(dy, laid_out(codes, layout), k, w_scale, choice)
     expected = dy.double() @ codes.double() * w_scale.double()
     magnitude = dy.double().abs() @ codes.double().abs() * w_scale.double()
@@ -67,30 +56,16 @@ def test_the_input_gradient_is_close_to_float64(choice: Choice, layout: str) -> 
     assert ((dx.double() - expected).abs() <= bound).all()
 
 
-def test_the_approximate_input_gradient_is_that_of_the_quantized_one() -> None:
-    dy, codes, w_scale = normal(9, 65), int8(-1, 2, 65, 40), torch.tensor(0.03)
-    scale = numerics.activation_scale(dy.float().abs().amax(1, keepdim=True))
-    dy_q = numerics.quantize_activation(dy.float(), scale)
-    transposed = codes.t().contiguous()
-    dx = approximate_input_gradient(
-        dy_q, scale, transposed, w_scale, TileConfig(16, 16, 64), torch.float32
-    )
-    product = (dy_q.long() @ codes.long()).to(torch.int32)
-    assert torch.equal(dx, numerics.dequantize_product(product, scale, w_scale, torch.float32))
-    # Each of dY's numbers moved by half a step at most.
-    moved = 0.5 * scale.double() * codes.double().abs().sum(0) * w_scale.double()
-    exact = dy.double() @ codes.double() * w_scale.double()
-    assert ((dx.double() - exact).abs() <= 1.001 * moved).all()
-
-
 @every_choice
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_the_weight_gradient_of_whole_numbers_is_exact(
     m: int, n: int, k: int, dtype: torch.dtype, choice: Choice
 ) -> None:
-    dy, x_q = whole(m, n), int8(-128, 128, m, k)
-    x_scale = 0.5 ** torch.arange(m).fmod(3)[:, None]  # products with powers of two are exact
+    dy, x_q = whole(m, n), activations(m, k)
+    x_scale = torch.tensor([1.0, 0.5, 0.25])[
+        torch.arange(m) % 3, None
+    ]  # products with powers of two are exact
     dw = products.weight_gradient(dy, x_q, x_scale, dtype, choice)
     assert dw.dtype == dtype
     assert torch.equal(dw, ((dy.float() * x_scale).t() @ x_q.float()).to(dtype))
@@ -99,8 +74,8 @@ def test_the_weight_gradient_of_whole_numbers_is_exact(
 @every_choice
 def test_the_weight_gradient_is_close_to_float64(choice: Choice) -> None:
     m, n, k = 200, 33, 70
-    dy, x_q = normal(m, n), int8(-128, 128, m, k)
-    x_scale = torch.rand(m, 1, generator=torch.Generator().manual_seed(2)) / 127
+    dy, x_q = normal(m, n, dtype=torch.bfloat16), activations(m, k)
+    x_scale = uniform(m, 1, seed=2) / 127
     dw = products.weight_gradient(dy, x_q, x_scale, torch.float32, choice)
     scaled = dy.double() * x_scale.double()
     # Each term is rounded with dY · s to bf16, and the sum of m terms in fp32.
@@ -113,7 +88,7 @@ def test_the_weight_gradient_is_close_to_float64(choice: Choice) -> None:
 def test_an_empty_operand_gives_empty_or_zero_gradients(
     m: int, n: int, k: int, choice: Choice
 ) -> None:
-    dy, codes, x_q = normal(m, n), int8(-1, 2, n, k), int8(-128, 128, m, k)
+    dy, codes, x_q = normal(m, n, dtype=torch.bfloat16), ternary(n, k), activations(m, k)
     for weight in (codes, to_planes(codes)):
         dx = products.input_gradient(dy, weight, k, torch.ones(()), choice)
         assert torch.equal(dx, torch.zeros(m, k).bfloat16())
@@ -123,7 +98,7 @@ def test_an_empty_operand_gives_empty_or_zero_gradients(
 
 @every_choice
 def test_strides_do_not_matter(choice: Choice) -> None:
-    dy, codes, x_q = whole(20, 14).t()[::2], int8(-1, 2, 9, 20).t(), int8(-128, 128, 9, 7).t()
+    dy, codes, x_q = whole(20, 14).t()[::2], ternary(9, 20).t(), activations(9, 7).t()
     dx = products.input_gradient(dy, codes, 9, torch.ones(()), choice)
     assert torch.equal(dx, (dy.float() @ codes.float()).bfloat16())
     dw = products.weight_gradient(dy, x_q, torch.ones(7, 1), torch.float32, choice)
@@ -131,7 +106,12 @@ def test_strides_do_not_matter(choice: Choice) -> None:
 
 
 def test_what_a_kernel_cannot_take_is_refused_by_name() -> None:
-    dy, codes, x_q, config = normal(3, 4), int8(-1, 2, 4, 5), int8(-128, 128, 3, 5), CHOICES[0]
+    dy, codes, x_q, config = (
+        normal(3, 4, dtype=torch.bfloat16),
+        ternary(4, 5),
+        activations(3, 5),
+        CHOICES[0],
+    )
     with pytest.raises(TypeError, match=r"dy is torch\.float32: torch\.bfloat16 is wanted"):
         products.input_gradient(dy.float(), codes, 5, torch.ones(()), config)
     with pytest.raises(ValueError, match=r"weight has shape \(4, 5\): \[4, 6\] is wanted"):

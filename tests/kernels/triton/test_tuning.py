@@ -1,4 +1,4 @@
-"""The tuner: what it chooses, and what it keeps on disk. Times are made up: no card is needed."""
+"""The tuner: what it chooses, and what it keeps on disk. Times are made up: no GPU is needed."""
 
 import json
 import threading
@@ -209,7 +209,7 @@ def test_a_spoilt_file_is_refused_and_costs_a_run_only_its_tiles(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_product_is_tuned_by_running_every_candidate(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiles: tuple[Choice, ...] = (TileConfig(16, 16, 64), TileConfig(16, 32, 64), "cublas")
     monkeypatch.setattr(products, "candidates", lambda *_: tiles)
@@ -219,12 +219,15 @@ def test_a_product_is_tuned_by_running_every_candidate(
         call()
         return next(calls)
 
-    assert products.tune(kernel, 3, 20, 70, CPU, timer) == TileConfig(16, 32, 64)
-    assert tuning.choose(kernel, 4, 20, 70, CPU) == TileConfig(16, 32, 64)
+    assert products.tune(kernel, 3, 20, 70, device, timer) == TileConfig(16, 32, 64)
+    assert tuning.choose(kernel, 4, 20, 70, device) == TileConfig(16, 32, 64)
 
 
 def test_the_command_keeps_what_it_measured_in_the_folder_it_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiles: tuple[Choice, ...] = (TileConfig(16, 16, 64),)
     monkeypatch.setattr(products, "candidates", lambda *_: tiles)
@@ -235,8 +238,8 @@ def test_the_command_keeps_what_it_measured_in_the_folder_it_is_given(
 
     folder = tmp_path / "shipped"
     layers = ["--layer", "20x70", "8x8", "--tokens", "1", "17", "--folder", str(folder)]
-    assert tune.main(layers, CPU, timer) == 0
-    kept = table.read(folder / table.file_name(tuning.card_of(CPU).name))
+    assert tune.main(layers, device, timer) == 0
+    kept = table.read(folder / table.file_name(tuning.card_of(device).name))
     assert set(kept) == {
         Key(kernel, n, k, m)
         for n, k in ((20, 70), (8, 8))
@@ -250,6 +253,13 @@ def test_the_command_keeps_what_it_measured_in_the_folder_it_is_given(
     [
         (["--layer", "20x70", "--tokens", "1"], "error: torch finds no GPU"),
         (["--layer", "20", "--tokens", "1"], "'20': write it like 2560x6912"),
+        (["--layer", "0x10", "--tokens", "1"], "'0x10': write it like 2560x6912"),
+        (["--layer", "8x131073", "--tokens", "1"], "products are exact up to K = 131072"),
+        (["--layer", "20x70", "--tokens", "0"], "'0': a number of at least 1 is wanted"),
+        (
+            ["--layer", "20x70", "--tokens", "1", "17", "--kernel", "split_k"],
+            "--tokens 17: split_k takes at most 16",
+        ),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(
