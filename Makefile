@@ -42,7 +42,7 @@ bench: setup ## measure products at the trainer's shapes, then training throughp
 	@$(PY) -m megabit bench kernels --shapes trainer --m 16,1024 --out runs/bench-trainer
 	@$(PY) examples/benchmarks/throughput.py
 
-bench-kernels: setup ## measure the kernels against the machine's limits (over an hour; --quick takes a minute)
+bench-kernels: setup ## measure the kernels against the machine's limits (about 75 minutes)
 	@$(PY) -m megabit bench kernels
 
 clean: ## remove .venv, build products and caches (data/ and runs/ stay)

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import math
+import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +16,8 @@ from rich.console import Console
 
 from megabit_kernels.benchmark import Benchmark, Result, Settings
 from megabit_kernels.benchmark.clock import HostStopwatch
+from megabit_kernels.benchmark.command import main, settings_from
+from megabit_kernels.benchmark.console import WIDTH
 from megabit_kernels.benchmark.contestants import (
     BASELINES,
     contestant,
@@ -24,7 +28,7 @@ from megabit_kernels.benchmark.contestants import (
 from megabit_kernels.benchmark.machine import last_level_cache_bytes
 from megabit_kernels.benchmark.measure import TURNS, Timing, runs_of, time_in_turns, turns_of
 from megabit_kernels.benchmark.roofline import Roofline, buffer_sizes
-from megabit_kernels.benchmark.shapes import MODELS, Layer, layers_of
+from megabit_kernels.benchmark.shapes import MODELS, TOKENS, Layer, layers_of
 from megabit_kernels.benchmark.tables import describe_seconds, tables
 from megabit_kernels.benchmark.weights import LayerWeights, NoRoom, bytes_per_value
 from megabit_kernels.numerics import fake_quantized_linear as fake_quantized_definition
@@ -32,7 +36,7 @@ from megabit_kernels.numerics import fake_quantized_linear as fake_quantized_def
 CPU = torch.device("cpu")
 ODD = Layer("tiny", "odd", 70, 130)
 SQUARE = Layer("tiny", "square", 128, 64)
-SETTINGS = Settings(layers=(ODD, SQUARE), tokens=(1, 5), budget_s=0.002)
+SETTINGS = Settings(layers=(ODD, SQUARE), tokens=(1, 5), threads=(1,), budget_s=0.002)
 ROOFLINE = Roofline(
     peaks={"int8": 1e12, "bfloat16": 5e11, "float32": 1e11},
     bandwidths={1 << 16: 8e10, 1 << 20: 9e10, 1 << 24: 6e10, 1 << 28: 3e10},
@@ -55,7 +59,8 @@ def result() -> Result:
 
 def test_every_contestant_runs_in_every_race(result: Result) -> None:
     assert (result.is_complete, result.left_out) == (True, [])
-    names = [*our_names(CPU), *BASELINES]
+    chosen = next(row.implementation for row in result.rows() if row.contestant == "default")
+    names = [name for name in (*our_names(CPU), *BASELINES) if name != chosen]
     races = [
         (layer.name, m, caches)
         for layer in SETTINGS.layers
@@ -64,6 +69,14 @@ def test_every_contestant_runs_in_every_race(result: Result) -> None:
     ]
     rows = [(row.layer, row.m, row.caches, row.contestant) for row in result.rows()]
     assert rows == [(*race, name) for race in races for name in names]
+
+
+def test_what_default_chose_runs_by_its_name_if_asked() -> None:
+    chosen = contestant("default", ODD, 1, CPU).implementation
+    benchmark = Benchmark(replace(SETTINGS, implementations=(chosen, "default")))
+    assert {benchmark.names_of(race) for race in benchmark.races} == {
+        (chosen, "default", *BASELINES)
+    }
 
 
 def test_figures_follow_from_the_times(result: Result) -> None:
@@ -75,6 +88,7 @@ def test_figures_follow_from_the_times(result: Result) -> None:
         assert row.gops == pytest.approx(2 * row.m * row.n * row.k / (row.median_us * 1e3))
         assert row.gb_per_s == pytest.approx(row.weight_bytes / (row.median_us * 1e3))
         assert row.exceeds_roof == (row.roof_percent > 100)
+        assert (row.threads, row.scaling) == (1, 1)
         for name in BASELINES:
             baseline = medians[row.layer, row.m, row.caches, name]
             assert row.times[name] == pytest.approx(baseline / row.median_us)
@@ -89,8 +103,9 @@ def test_files_hold_the_same_rows(result: Result, tmp_path: Path) -> None:
 
     whole = json.loads(written[0].read_text())
     assert whole["is_complete"]
-    assert whole["machine"]["threads"] == torch.get_num_threads()
-    assert whole["roofline"]["peaks"].keys() == {"int8", "bfloat16", "float32"}
+    assert whole["settings"]["threads"] == [1]
+    assert whole["rooflines"].keys() == {"1"}
+    assert whole["rooflines"]["1"]["peaks"].keys() == {"int8", "bfloat16", "float32"}
     with written[1].open() as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == len(whole["rows"]) == len(result.rows())
@@ -111,7 +126,7 @@ def test_a_second_result_takes_the_place_of_the_first(result: Result, tmp_path: 
 
 def text_of(result: Result) -> str:
     text = io.StringIO()
-    console = Console(file=text, width=118)
+    console = Console(file=text, width=WIDTH)
     for table in tables(result):
         console.print(table)
     return text.getvalue()
@@ -120,22 +135,132 @@ def text_of(result: Result) -> str:
 def test_tables_show_ours_beside_the_baselines(result: Result) -> None:
     text = text_of(result)
     for layer in ("tiny odd: 70 × 130", "tiny square: 128 × 64"):
-        assert f"{layer}, cold caches" in text
-        assert f"{layer}, hot caches" in text
+        assert f"{layer}, cold caches, 1 thread" in text
+        assert f"{layer}, hot caches, 1 thread" in text
     chosen = next(row.implementation for row in result.rows() if row.contestant == "default")
     assert text.count(f"default ({chosen})") == 8
+    for name in BASELINES:
+        assert text.count(f"{name} (torch)") == 8
+    assert "×1 thread" not in text
     assert "…" not in text  # everything fits
 
 
 def test_what_exceeds_its_roof_says_so(result: Result) -> None:
     low = replace(ROOFLINE, peaks=dict.fromkeys(ROOFLINE.peaks, 1e3))
-    rows = replace(result, roofline=low).rows()
+    rows = replace(result, rooflines={1: low}).rows()
     assert all(row.exceeds_roof and row.roof_percent > 100 for row in rows)
-    shown = [line for line in text_of(replace(result, roofline=low)).splitlines() if "%" in line]
+    shown = [
+        line for line in text_of(replace(result, rooflines={1: low})).splitlines() if "%" in line
+    ]
     assert shown
     assert all("!" in line for line in shown)
     high = replace(ROOFLINE, peaks=dict.fromkeys(ROOFLINE.peaks, 1e18))
-    assert "!" not in text_of(replace(result, roofline=high))
+    assert "!" not in text_of(replace(result, rooflines={1: high}))
+
+
+# Several numbers of threads.
+
+
+def test_threads_are_compared_with_the_fewest(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    asked = replace(SETTINGS, layers=(ODD,), tokens=(3,), implementations=("default",))
+    benchmark = Benchmark(asked)
+    list(benchmark.run())
+    assert torch.get_num_threads() == before
+    # A machine may have one core only, so the second number of threads repeats the first's times.
+    result = benchmark.result
+    slower = [
+        replace(one, timing=replace(one.timing, median_s=4 * one.timing.median_s))
+        for one in result.finishes
+    ]
+    twice = [
+        replace(one, race=replace(one.race, threads=threads))
+        for threads, finishes in ((1, slower), (2, result.finishes))
+        for one in finishes
+    ]
+    both = replace(result, finishes=twice, rooflines=dict.fromkeys((1, 2), result.rooflines[1]))
+    assert {row.scaling for row in both.rows() if row.threads == 1} == {1}
+    assert {row.scaling for row in both.rows() if row.threads == 2} == {4}
+    of_one, of_two, *_ = (
+        table_text for table_text in text_of(both).split("tiny odd: ") if "cold" in table_text
+    )
+    assert "cold caches, 1 thread" in of_one
+    assert "×1 thread" not in of_one
+    assert "cold caches, 2 threads" in of_two
+    assert "×1 thread" in of_two
+    assert of_two.count(" 4.00") == 1 + len(BASELINES)
+    with both.write(tmp_path)[1].open() as file:
+        assert {(line["threads"], line["scaling"]) for line in csv.DictReader(file)} == {
+            ("1", "1.0"),
+            ("2", "4.0"),
+        }
+
+
+def test_threads_are_set_for_roofs_and_races_alone() -> None:
+    cores = os.cpu_count() or 1
+    before = torch.get_num_threads()
+    counts = tuple(sorted({1, cores}))
+    benchmark = Benchmark(replace(SETTINGS, layers=(ODD,), tokens=(1,), threads=(cores, 1, 1)))
+    assert tuple(benchmark.result.rooflines) == counts
+    assert [race.threads for race in benchmark.races] == [*counts, *counts]
+    assert torch.get_num_threads() == before
+
+
+# Options.
+
+
+def test_options_are_read_as_they_are_written() -> None:
+    settings = settings_from("3b", "16, 1,16", "cpu", "2,1", "native,default", 1.5, quick=True)
+    assert settings == Settings(
+        layers=MODELS["3b"],
+        tokens=(1, 16),
+        threads=(1, 2),
+        implementations=("native", "default"),
+        budget_s=0.06,
+        limit_s=90,
+    )
+    assert settings_from() == Settings(
+        layers=layers_of(["2b4t", "3b", "70b"]), tokens=TOKENS, limit_s=5400
+    )
+    assert settings_from(device="cuda").limit_s == 7 * 60
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "7b"], "--shapes: '7b' is not one; choose from 2b4t, 3b, 70b, trainer"),
+        (["--m", "1,two"], "--m: 'two' is not a number; write it like --m 1,2"),
+        (["--device", "tpu"], "--device: 'tpu' is not cpu or cuda"),
+        (["--implementations", "nativ"], "--implementations: 'nativ' is not one of default, "),
+        (["--threads", "1,x"], "--threads: 'x' is not a number; write it like --threads 1,2"),
+        (["--threads", "1,99999"], "--threads: 99999 is not from 1 to "),
+        (["--minutes", "0"], "--minutes: 0 is not a positive number"),
+        (["--minutes", "ten"], "argument --minutes: invalid float value: 'ten'"),
+        (["--thread", "1"], "unrecognized arguments: --thread 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_cannot_be(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments, "bench")
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("minutes", [0.0, -1.0, math.inf, math.nan])
+def test_there_must_be_time(minutes: float) -> None:
+    with pytest.raises(ValueError, match=rf"^minutes: {minutes:g} is not a positive number"):
+        settings_from(minutes=minutes)
+
+
+def test_nothing_measured_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--shapes", "trainer", "--m", "1", "--minutes", "1e-9", "--out", str(tmp_path)]
+    assert main(options, "bench") == 1
+    assert "nothing was measured, nothing is written" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 # Stopping early.
@@ -164,6 +289,8 @@ def test_what_does_not_fit_the_time_is_left_out() -> None:
     [
         ({"device": "tpu"}, "device: 'tpu' is not cpu or cuda"),
         ({"tokens": (1, 0)}, "m: 0 is not from 1 to 65536"),
+        ({"threads": (1, 0)}, "threads: 0 is not from 1 to "),
+        ({"threads": (99999,)}, "threads: 99999 is not from 1 to "),
         ({"implementations": ("nativ",)}, "implementations: 'nativ' is not one of default, "),
     ],
 )
@@ -263,7 +390,7 @@ def test_measured_buffers_go_from_the_cache_to_memory(result: Result) -> None:
     sizes = buffer_sizes(32 << 20, CPU)
     assert sizes == sorted(set(sizes))
     assert (sizes[0], sizes[-1]) == (64 << 10, 256 << 20)
-    roofline = result.roofline
+    roofline = result.rooflines[1]
     assert list(roofline.bandwidths) == buffer_sizes(roofline.cache_bytes, CPU)
     assert roofline.cache_bandwidth >= roofline.memory_bandwidth > 0
     assert min(roofline.peaks.values()) > 0

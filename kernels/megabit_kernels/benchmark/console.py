@@ -6,13 +6,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from megabit_kernels.benchmark.machine import counted
 from megabit_kernels.benchmark.results import Race, Result
 from megabit_kernels.benchmark.run import Benchmark
-from megabit_kernels.benchmark.tables import LEGEND, describe_roofs, describe_seconds, tables
+from megabit_kernels.benchmark.tables import describe_roofs, describe_seconds, legend, tables
 
 BUSY = 0.3
 """Load of the machine, for each of its cores, from which a benchmark warns"""
-WIDTH = 118
+WIDTH = 130
 """Of the tables: on a narrower terminal lines wrap, but no digit gets lost"""
 
 
@@ -40,9 +41,11 @@ def run_and_report(benchmark: Benchmark, folder: Path) -> bool:
 def _announce(benchmark: Benchmark, console: Console) -> None:
     machine = benchmark.result.machine
     console.print(f"{machine}")
-    console.print(f"Roofs: {describe_roofs(benchmark.result.roofline)}")
+    for threads, roofline in benchmark.result.rooflines.items():
+        console.print(f"Roofs{machine.with_threads(threads)}: {describe_roofs(roofline)}")
+    contestants = max(len(benchmark.names_of(race)) for race in benchmark.races)
     console.print(
-        f"{len(benchmark.races)} races of {len(benchmark.names)} contestants, about "
+        f"{counted(len(benchmark.races), 'race')} of {contestants} contestants, about "
         f"{_minutes(benchmark.predicted_s())}",
     )
     if machine.load > BUSY * machine.cores:
@@ -78,16 +81,17 @@ def _run(benchmark: Benchmark) -> bool:
 
 def _latest(result: Result, race: Race) -> str:
     """The race and its first finish, which is that of ours that was named first."""
+    at = f"{race}{result.machine.with_threads(race.threads)}"
     finish = next((one for one in result.finishes if one.race == race), None)
     if finish is None:
-        return f"{race}: nobody"
-    return f"{race}: {finish.contestant} {describe_seconds(finish.timing.median_s)}"
+        return f"{at}: nobody"
+    return f"{at}: {finish.contestant} {describe_seconds(finish.timing.median_s)}"
 
 
 def _report(result: Result, console: Console) -> None:
     for table in tables(result):
         console.print(table)
-    console.print(LEGEND, style="dim")
+    console.print(legend(result), style="dim")
     if any(row.exceeds_roof for row in result.rows()):
         console.print(
             "! above its roof: that was measured too low, or the machine was slower at that time.",
@@ -98,8 +102,7 @@ def _report(result: Result, console: Console) -> None:
 
 def _tell_left_out(result: Result, console: Console) -> None:
     for reason, count in Counter(map(str, result.left_out)).items():
-        races = "1 race" if count == 1 else f"{count} races"
-        console.print(f"left out of {races}: {reason}", soft_wrap=True)
+        console.print(f"left out of {counted(count, 'race')}: {reason}", soft_wrap=True)
 
 
 def _minutes(seconds: float) -> str:

@@ -25,7 +25,6 @@ class Machine:
     name: str
     isa: str
     """Instruction set of the native kernels, or the compute capability of a card"""
-    threads: int
     cores: int
     cache_bytes: int
     """Last-level cache of a CPU, L2 of a card"""
@@ -49,7 +48,6 @@ class Machine:
             device=device.type,
             name=torch.cuda.get_device_name(device) if on_card else _cpu_name(),
             isa=_card_isa(device) if on_card else _cpu_isa(),
-            threads=torch.get_num_threads(),
             cores=os.cpu_count() or 1,
             cache_bytes=_l2_bytes(device) if on_card else last_level_cache_bytes(),
             memory_bytes=torch.cuda.mem_get_info(device)[0] if on_card else _free_memory(),
@@ -62,8 +60,17 @@ class Machine:
         )
 
     def __str__(self) -> str:
-        computes = "" if self.device == "cuda" else f", {self.threads} of {self.cores} cores"
+        computes = "" if self.device == "cuda" else f", {counted(self.cores, 'core')}"
         return f"{self.name} ({self.isa}{computes}), torch {self.torch_version}"
+
+    def with_threads(self, count: int) -> str:
+        """``, 2 threads``; nothing on a card."""
+        return "" if self.device == "cuda" else f", {counted(count, 'thread')}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 core``, ``2 cores``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def last_level_cache_bytes(cpus: Path = CPUS) -> int:

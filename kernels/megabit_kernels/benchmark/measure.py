@@ -8,7 +8,6 @@ the branch predictors and the threads as another contestant left them, does not 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megabit_kernels.benchmark.clock import Call, Stopwatch, seconds_of_one, stopwatch
@@ -31,12 +30,9 @@ class Timing:
 
     @staticmethod
     def of(seconds: Sequence[float]) -> "Timing":
-        return Timing(
-            median_s=float(np.median(seconds)),
-            min_s=float(np.min(seconds)),
-            p90_s=float(np.quantile(seconds, 0.9)),
-            runs=len(seconds),
-        )
+        ranks = torch.tensor([0.5, 0.9], dtype=torch.float64)
+        median, p90 = torch.tensor(seconds, dtype=torch.float64).quantile(ranks).tolist()
+        return Timing(median_s=median, min_s=min(seconds), p90_s=p90, runs=len(seconds))
 
 
 def turns_of(call_s: float) -> int:

@@ -44,8 +44,12 @@ PEAKS: dict[Operands, str] = {"int8": "int8", "bfloat16": "bf16", "float32": "fp
 
 
 def draw_roofline(result: "Result", png: Path) -> None:
-    """Draw every contestant under the measured roofs, cold caches left and hot ones right."""
-    rows = result.rows()
+    """Draw every contestant under the measured roofs, cold caches left and hot ones right.
+
+    Of several numbers of threads the last.
+    """
+    threads, roofline = list(result.rooflines.items())[-1]
+    rows = [row for row in result.rows() if row.threads == threads]
     present = {row.contestant for row in rows}
     lines = {name: line for name, line in _lines(result).items() if name in present}
     rows = [row for row in rows if row.contestant in lines]
@@ -56,8 +60,8 @@ def draw_roofline(result: "Result", png: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(states), sharex=True, sharey=True, squeeze=False)[0]
     for axes, state in zip(panels, states, strict=True):
-        _prepare(axes, rows, result.roofline)
-        _draw_roofs(axes, result.roofline, state)
+        _prepare(axes, rows, roofline)
+        _draw_roofs(axes, roofline, state)
         for name, (label, colour) in lines.items():
             own = [row for row in rows if row.contestant == name and row.caches == state]
             _draw_contestant(axes, own, label, colour, is_subject=name == "default")
@@ -77,7 +81,7 @@ def draw_roofline(result: "Result", png: Path) -> None:
         ncols=3 * len(states),
         frameon=False,
     )
-    title = f"Ternary products on {result.machine}"
+    title = f"Ternary products on {result.machine}{result.machine.with_threads(threads)}"
     size = 6 + 3.5 * len(states)
     figure.suptitle(title, x=0.008, ha="left", fontsize=size, fontweight="bold", color=INK)
     figure.savefig(png, format="png")
@@ -100,7 +104,8 @@ def _prepare(axes: Axes, rows: Sequence["Row"], roofline: Roofline) -> None:
     rates = [row.gops for row in rows] or [1.0]
     axes.set_xscale("log", base=4)
     axes.set_yscale("log")
-    axes.set_xlim(min(intensities) / 2, max(intensities) * 3)
+    ridge = max(roofline.peaks.values()) / roofline.cache_bandwidth
+    axes.set_xlim(min(min(intensities) / 2, ridge / 8), max(intensities) * 3)  # slopes have room
     axes.set_ylim(min(rates) / 1.5, max(roofline.peaks.values()) / 1e9 * 1.6)
     axes.xaxis.set_major_locator(LogLocator(base=4, numticks=20))
     for axis in (axes.xaxis, axes.yaxis):
@@ -187,14 +192,15 @@ def _draw_contestant(
         zorder=5 if is_subject else 3,
     )
     if is_subject:
+        below: dict[str, Any] = {"xytext": (0, -16), "ha": "center"}
+        beside: dict[str, Any] = {"xytext": (8, 0), "ha": "left", "va": "center"}
         for m, at in zip(tokens, zip(x, y, strict=True), strict=True):
             if m in LABELLED_TOKENS:
                 axes.annotate(
                     f"M = {m:,}",
                     at,
-                    xytext=(0, -16),
+                    **(below if len(tokens) > 1 else beside),  # dots of one M stand in a column
                     textcoords="offset points",
-                    ha="center",
                     color=colour,
                     fontsize=8.5,
                     path_effects=[withStroke(linewidth=2.5, foreground="white")],

@@ -7,8 +7,8 @@ a baseline takes for the same layer, tokens and state of the caches, in the same
 import csv
 import io
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +24,12 @@ FORMAT = "megabit kernel benchmark 1"
 
 @dataclass(frozen=True)
 class Race:
-    """What contestants have in common that are compared: layer, tokens, state of the caches."""
+    """What contestants have in common that are compared."""
 
     layer: Layer
     m: int
     caches: Caches
+    threads: int
 
     def __str__(self) -> str:
         return f"{self.layer}, M = {self.m}, {self.caches}"
@@ -71,6 +72,7 @@ class Row:
     k: int
     m: int
     caches: Caches
+    threads: int
     contestant: str
     implementation: str
     is_ours: bool
@@ -90,6 +92,8 @@ class Row:
     roof_percent: float
     exceeds_roof: bool
     """Then the roof was measured too low, or the machine was slower at that time"""
+    scaling: float | None
+    """The contestant's median with the fewest threads divided by this one"""
     times: dict[str, float]
     """By baseline: its median divided by this one"""
 
@@ -99,7 +103,8 @@ class Result:
     """A benchmark while it runs and afterwards."""
 
     machine: Machine
-    roofline: Roofline
+    rooflines: dict[int, Roofline]
+    """By number of threads"""
     settings: dict[str, Any]
     finishes: list[Finish] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
@@ -110,22 +115,14 @@ class Result:
     def rows(self) -> list[Row]:
         """Every finish with the figures derived from it, in the order of measurement."""
         medians = {(one.race, one.contestant): one.timing.median_s for one in self.finishes}
-        return [
-            self._row(
-                one,
-                {
-                    name: medians[one.race, name] / one.timing.median_s
-                    for name in BASELINES
-                    if (one.race, name) in medians
-                },
-            )
-            for one in self.finishes
-        ]
+        return [self._row(one, medians) for one in self.finishes]
 
-    def _row(self, one: Finish, times: dict[str, float]) -> Row:
+    def _row(self, one: Finish, medians: Mapping[tuple[Race, str], float]) -> Row:
         layer, m, timing = one.race.layer, one.race.m, one.timing
         operations = layer.operations(m)
-        bound = self.roofline.bound(one.operands, operations, one.weight_bytes, one.rotated_bytes)
+        narrow = medians.get((replace(one.race, threads=min(self.rooflines)), one.contestant))
+        roofline = self.rooflines[one.race.threads]
+        bound = roofline.bound(one.operands, operations, one.weight_bytes, one.rotated_bytes)
         percent = bound.percent(timing.median_s)
         return Row(
             model=layer.model,
@@ -134,6 +131,7 @@ class Result:
             k=layer.k,
             m=m,
             caches=one.race.caches,
+            threads=one.race.threads,
             contestant=one.contestant,
             implementation=one.implementation,
             is_ours=one.is_ours,
@@ -149,7 +147,12 @@ class Result:
             roof=bound.roof,
             roof_percent=percent,
             exceeds_roof=percent > 100,
-            times=times,
+            scaling=None if narrow is None else narrow / timing.median_s,
+            times={
+                name: medians[one.race, name] / timing.median_s
+                for name in BASELINES
+                if (one.race, name) in medians
+            },
         )
 
     def to_json(self) -> str:
@@ -159,7 +162,7 @@ class Result:
             "is_complete": self.is_complete,
             "elapsed_s": round(self.elapsed_s, 1),
             "machine": asdict(self.machine),
-            "roofline": asdict(self.roofline),
+            "rooflines": {count: asdict(one) for count, one in self.rooflines.items()},
             "settings": self.settings,
             "left_out": [asdict(one) for one in self.left_out],
             "rows": [asdict(row) for row in self.rows()],

@@ -1,7 +1,7 @@
-"""The result for a terminal: one table for each layer and state of the caches.
+"""The result for a terminal: one table for each layer, state of the caches, threads.
 
-A table has our contestants and their ratios to the baselines; the baselines' own figures are in
-the CSV file. Of an implementation that ``default`` chose, only ``default`` is shown.
+A table has all contestants, ours first, and their ratios to the baselines. With several numbers of
+threads there is a table for each, which compares them with the fewest.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megabit_kernels.benchmark.contestants import BASELINES
+from megabit_kernels.benchmark.machine import counted
 from megabit_kernels.benchmark.results import Result, Row
 from megabit_kernels.benchmark.roofline import OPERANDS, Roofline
 
@@ -27,17 +28,22 @@ LEGEND = (
     "×: the time of torch.mm in fp32 and bf16, of torch._int_mm and of a fake-quantized BitLinear, "
     "divided by this one."
 )
+SCALING_LEGEND = " ×1 thread and the like: the contestant's time with so many, divided by this one."
 
 
 def tables(result: Result) -> Iterator[Table]:
     """Tables in the order of measurement."""
-    rows = [row for row in result.rows() if row.is_ours]
-    chosen = {
-        (*_group(row), row.m, row.implementation) for row in rows if row.contestant == "default"
-    }
-    shown = [row for row in rows if (*_group(row), row.m, row.contestant) not in chosen]
-    for _, group in groupby(shown, _group):
-        yield _table(list(group))
+    groups: dict[tuple[str, str, str, int], list[Row]] = {}
+    for row in result.rows():  # those of several numbers of threads alternate
+        groups.setdefault((row.model, row.layer, row.caches, row.threads), []).append(row)
+    fewest = min(result.rooflines)
+    for rows in groups.values():
+        yield _table(rows, result.machine.with_threads(rows[0].threads), fewest)
+
+
+def legend(result: Result) -> str:
+    """What the columns of ``tables`` mean."""
+    return LEGEND + SCALING_LEGEND if len(result.rooflines) > 1 else LEGEND
 
 
 def describe_roofs(roofline: Roofline) -> str:
@@ -57,14 +63,12 @@ def describe_seconds(seconds: float) -> str:
     return f"{_digits(seconds)} s"
 
 
-def _group(row: Row) -> tuple[str, str, str]:
-    return row.model, row.layer, row.caches
-
-
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[Row], with_threads: str, fewest_threads: int) -> Table:
     first = rows[0]
+    compares_threads = first.threads > fewest_threads
     table = Table(
-        title=f"{first.model} {first.layer}: {first.n} × {first.k}, {first.caches} caches",
+        title=f"{first.model} {first.layer}: {first.n} × {first.k}, {first.caches} caches"
+        + with_threads,
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,
@@ -76,9 +80,14 @@ def _table(rows: list[Row]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for name in BASELINES:
         table.add_column(HEADINGS[name], justify="right", no_wrap=True)
+    if compares_threads:
+        heading = f"×{counted(fewest_threads, 'thread')}"
+        table.add_column(heading, justify="right", no_wrap=True)
     for m, group in groupby(rows, lambda row: row.m):
         for index, row in enumerate(group):
-            table.add_row(str(m) if index == 0 else "", *_cells(row))
+            cells = [*_cells(row), *([_ratio(row.scaling)] if compares_threads else [])]
+            style = None if row.is_ours else "dim"
+            table.add_row(str(m) if index == 0 else "", *cells, style=style)
     return table
 
 
@@ -92,8 +101,11 @@ def _cells(row: Row) -> Iterator[str | Text]:
     mark = "!" if row.exceeds_roof else ""
     yield Text(f"{row.roof_percent:.0f} % {row.roof}{mark}", style="yellow" if mark else "")
     for name in BASELINES:
-        times = row.times.get(name)
-        yield "" if times is None else f"{_digits(times)}"
+        yield _ratio(row.times.get(name))
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else _digits(value)
 
 
 def _spread(row: Row) -> str:
