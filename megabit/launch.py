@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megabit.allocator import keep_freed_memory
 from megabit.errors import RunError, UserError
 from megabit.mesh import process_group
+from megabit_kernels.allocator import keep_freed_memory
 
 T = TypeVar("T")
 

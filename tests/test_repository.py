@@ -29,7 +29,7 @@ ORDER = (
     {"mesh", "apex"},
     {"megabit_kernels"},
     {"config"},
-    {"errors", "allocator"},
+    {"errors"},
 )
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 

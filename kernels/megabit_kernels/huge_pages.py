@@ -16,19 +16,17 @@ from torch import Tensor
 PAGE_BYTES = 2 << 20
 MIN_BYTES = 1 << 20
 """A smaller weight stays in ordinary memory: most of a huge page would be wasted."""
-MIN_RESULT_BYTES = 32 << 20
-"""What malloc (glibc's) keeps and reuses is smaller; larger blocks are mapped anew each time."""
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, min_bytes: int = MIN_BYTES) -> Tensor:
-    """A CPU tensor of undefined values, in huge pages if it has ``min_bytes``.
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A CPU tensor of undefined values, in huge pages if it is large enough for them.
 
     It begins where a page does. Its memory goes back to the system with the last tensor that refers
     to it.
     """
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
-    if num_bytes < min_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes < MIN_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     # Private: shared memory, the default of mmap, is under another setting of the system. Of the
     # page that alignment may cost, what is not touched takes no memory.
@@ -38,12 +36,3 @@ def empty(shape: Sequence[int], dtype: torch.dtype, min_bytes: int = MIN_BYTES) 
     start = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     offset = -start % PAGE_BYTES
     return torch.frombuffer(pages, dtype=dtype, count=count, offset=offset).view(*shape)
-
-
-def empty_result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A CPU tensor of undefined values for the result of one call.
-
-    A very large one is in huge pages, since its memory is new: the system clears it in 2 MiB at a
-    time and not, several times slower, in 4 KiB.
-    """
-    return empty(shape, dtype, MIN_RESULT_BYTES)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megabit_kernels import huge_pages, layouts, native_abi
+from megabit_kernels import layouts, native_abi
 from megabit_kernels.native_abi import TYPES, CLibrary
 from megabit_kernels.native_arguments import (
     check,
@@ -210,7 +210,7 @@ class NativeLibrary:
         """The codes −1, 0, 1 of ternary ``panels`` as ``[n, k]`` in int8, bf16 or fp32."""
         check_one_of("dtype", dtype, UNPACKED)
         panels = checked_panels(panels, layouts.panels_shape(n, k), n, k)
-        out = huge_pages.empty_result((n, k), dtype)
+        out = torch.empty((n, k), dtype=dtype)
         self.c.run("unpack_panels", isa, panels.data_ptr(), out.data_ptr(), TYPES[dtype], n, k)
         return out
 
@@ -256,7 +256,7 @@ class NativeLibrary:
         isa: str | None,
     ) -> Tensor:
         m, k = x_q.shape
-        out = huge_pages.empty_result((m, n), dtype)
+        out = torch.empty((m, n), dtype=dtype)
         self.c.run(
             name,
             isa,

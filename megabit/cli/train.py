@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabit.allocator import keep_freed_memory
 from megabit.cli.arguments import Settings
 from megabit.cli.launcher import Launch, run_under_torchrun
 from megabit.config import Config, load_config
 from megabit.errors import UserError
+from megabit_kernels.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch

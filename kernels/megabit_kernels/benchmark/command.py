@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from megabit_kernels.allocator import keep_freed_memory
 from megabit_kernels.benchmark.run import Benchmark, Settings
 from megabit_kernels.benchmark.shapes import QUICK_TOKENS, TOKENS, layers_of
 
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str], program: str) -> int:
             options.minutes,
             options.quick,
         )
+        keep_freed_memory()  # as training does; else the system clears each large result anew
         benchmark = Benchmark(settings)
         options.out.mkdir(parents=True, exist_ok=True)  # better refused now than after an hour
     except ValueError as error:
