@@ -44,6 +44,13 @@ def refused(*arguments: str, cwd: Path = ROOT) -> str:
     return lines[0].removeprefix("error: ")
 
 
+def test_the_commands_are_there_before_torch_is() -> None:
+    """Help and refusals need no second of importing it."""
+    code = "import sys, megabit.cli.main; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=False)
+    assert done.returncode == 0
+
+
 def test_help_lists_the_commands() -> None:
     result = megabit("--help")
     assert result.returncode == 0

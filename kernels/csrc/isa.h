@@ -23,6 +23,16 @@ enum {
 
 #define INLINE static inline __attribute__((always_inline))
 
+INLINE int64_t ceil_div(int64_t count, int64_t step)
+{
+    return (count + step - 1) / step;
+}
+
+INLINE int64_t smaller(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
 /* A loop of so many turns, a small constant, over variables that must live in registers; and one
  * that stays a loop, since unrolled it would need more registers than there are. */
 #if defined(__clang__)

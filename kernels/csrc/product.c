@@ -30,16 +30,6 @@ struct activations {
     _Atomic int out_of_memory;
 };
 
-static int64_t ceil_div(int64_t count, int64_t step)
-{
-    return (count + step - 1) / step;
-}
-
-static int64_t smaller(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
 int64_t panels_of(const struct product *product)
 {
     return ceil_div(product->n, PANEL_ROWS);

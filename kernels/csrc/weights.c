@@ -26,16 +26,6 @@ struct conversion {
     _Atomic int bad_value;
 };
 
-static int64_t ceil_div(int64_t count, int64_t step)
-{
-    return (count + step - 1) / step;
-}
-
-static int64_t smaller(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
 static int each_panel(struct conversion *c, int threads, task_range *run)
 {
     threads = threads_for((double)c->n * (double)c->k, threads);

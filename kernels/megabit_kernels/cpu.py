@@ -10,10 +10,9 @@ from megabit_kernels import native, plain
 from megabit_kernels.conversion import Layout, lay_out
 from megabit_kernels.epilogue import Epilogue, fused
 
-DTYPES = (torch.float32, torch.bfloat16)
-
 
 def is_available() -> bool:
+    """Whether the library was built and loads."""
     return native.library() is not None
 
 
@@ -49,7 +48,7 @@ def int8_product(x_q: Tensor, panels: Tensor, n: int, epilogue: Epilogue | None)
 
 def quantize_activation(x: Tensor, absmax: Tensor | None) -> tuple[Tensor, Tensor]:
     """``plain.quantize_activation`` in one pass over ``x``."""
-    if x.dtype not in DTYPES or (absmax is not None and absmax.dtype != torch.float32):
+    if x.dtype not in native.FLOATS or (absmax is not None and absmax.dtype != torch.float32):
         return plain.quantize_activation(x, absmax)
     return native.require().quantize_activation(x, absmax)
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from megabit_kernels import huge_pages, numerics
-
-PANEL_ROWS = 64
+from megabit_kernels.layouts import PANEL_COLUMNS, PANEL_ROWS
 
 
 def int8_panels_shape(n: int, k: int) -> tuple[int, ...]:
     """Shape of the int8 panels of a weight ``[n, k]``."""
-    return math.ceil(n / PANEL_ROWS), 4 * math.ceil(k / 16), PANEL_ROWS, 4
+    return math.ceil(n / PANEL_ROWS), 4 * math.ceil(k / PANEL_COLUMNS), PANEL_ROWS, 4
 
 
 def operands(

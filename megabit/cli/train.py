@@ -11,7 +11,6 @@ from megabit.cli.arguments import Settings
 from megabit.cli.launcher import Launch, run_under_torchrun
 from megabit.config import Config, load_config
 from megabit.errors import UserError
-from megabit_kernels.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +46,7 @@ def train(
 
     from megabit.mesh import ParallelMesh, process_group
     from megabit.training import trainer
+    from megabit_kernels.allocator import keep_freed_memory
 
     keep_freed_memory()
     if launch.local_rank:  # one rank of a host says it
