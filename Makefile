@@ -38,9 +38,13 @@ fmt: setup ## format the sources and fix what ruff can fix
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: setup ## measure products at the trainer's shapes, then training throughput
+bench: setup ## measure products at the trainer's shapes, then training steps at four layouts
 	@$(PY) -m megabit bench kernels --shapes trainer --m 16,1024 --out runs/bench-trainer
-	@$(PY) examples/benchmarks/throughput.py
+	@$(PY) -m megabit bench train examples/benchmarks/wide.yaml precision.ternary_backward=bfloat16 --breakdown
+	@$(PY) -m megabit bench train examples/benchmarks/small.yaml
+	@$(PY) -m megabit bench train examples/benchmarks/small.yaml parallel.tp=2 --nproc 2
+	@$(PY) -m megabit bench train examples/benchmarks/small.yaml parallel.pp=2 --nproc 2
+	@$(PY) -m megabit bench train examples/benchmarks/small.yaml --nproc 2
 
 bench-kernels: setup ## measure the kernels against the machine's limits (about 75 minutes)
 	@$(PY) -m megabit bench kernels

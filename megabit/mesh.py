@@ -4,6 +4,8 @@ Ranks of one tensor-parallel group are neighbours, so on a cluster TP stays insi
 looks a mesh up: it is made once and passed to whoever communicates.
 """
 
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,13 +30,29 @@ class Axis:
     size: int
     rank: int
     group: dist.ProcessGroup | None = None
-    sent_bytes: float = 0.0
-    """What this rank has sent along the axis so far, counted by ``reduce`` and ``pipeline``."""
+    sent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Bytes that this rank has sent along the axis so far, by purpose (``reduce.Purpose``)."""
+    waited_s: float = 0.0
+    """Seconds that this rank has been blocked in collectives of the axis so far."""
 
     def global_rank(self, rank: int) -> int:
         """The world's number of this axis' ``rank``."""
         assert self.group is not None
         return dist.get_global_rank(self.group, rank)
+
+    @property
+    def sent_bytes(self) -> float:
+        """What this rank has sent along the axis so far, for whatever purpose."""
+        return sum(self.sent.values())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time of the block as waited."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - started
 
     @staticmethod
     def single(name: str) -> "Axis":
@@ -49,6 +67,11 @@ class ParallelMesh:
     pp: Axis = field(default_factory=lambda: Axis.single("pp"))
     dp: Axis = field(default_factory=lambda: Axis.single("dp"))
     world: Axis = field(default_factory=lambda: Axis.single("world"))
+    stage: Axis = field(default_factory=lambda: Axis.single("stage"))
+    """All ranks of a pipeline stage, TP × DP: together they hold each weight of it once or more."""
+    weights: Axis = field(default_factory=lambda: Axis.single("dp"))
+    """The DP axis once more, with a group of its own: new weights travel on it, and what is sent on
+    ``dp`` meanwhile does not queue behind them."""
     embedding: Axis = field(default_factory=lambda: Axis.single("embedding"))
     """First and last stage of a pipeline: the two holders of a tied embedding. Single elsewhere."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -75,11 +98,13 @@ class ParallelMesh:
         world = Axis("world", world_size, rank, dist.group.WORLD if world_size > 1 else None)
         mesh = ParallelMesh(axis("tp"), axis("pp"), axis("dp"), world, device=device)
         # Every rank takes part in making every group, in the same order.
-        for first, last in zip(grid.mesh[0].flatten(), grid.mesh[-1].flatten(), strict=True):
-            ends = [int(first), int(last)]
-            group = dist.new_group(ends) if pp > 1 else None
-            if group is not None and rank in ends:
-                mesh.embedding = Axis("embedding", 2, ends.index(rank), group)
+        for stage in grid.mesh:
+            mesh.stage = _joined(mesh.stage, stage.flatten().tolist(), rank)
+            for replicas in stage.t():
+                mesh.weights = _joined(mesh.weights, replicas.tolist(), rank)
+        if pp > 1:
+            for ends in zip(grid.mesh[0].flatten(), grid.mesh[-1].flatten(), strict=True):
+                mesh.embedding = _joined(mesh.embedding, [int(end) for end in ends], rank)
         if mesh.pp.group is not None:
             # NCCL wants the first operation of a group to be one that all of its ranks take part
             # in, and a pipeline's messages go between neighbours only.
@@ -91,13 +116,42 @@ class ParallelMesh:
         """Whether this rank speaks for the run: it prints and writes the shared files."""
         return self.world.rank == 0
 
+    def sent(self) -> dict[tuple[str, str], float]:
+        """Bytes that this rank has sent so far, by axis and purpose.
+
+        Axes are those of the layout: what the ends of a pipeline exchange counts for ``pp``, and
+        what all ranks of a stage or of the world exchange for ``world``.
+        """
+        total: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for name, axes in self._axes().items():
+            for axis in axes:
+                for purpose, count in axis.sent.items():
+                    total[name, purpose] += count
+        return dict(total)
+
     def sent_bytes(self) -> dict[str, float]:
         """What this rank has sent so far, by axis."""
+        return {n: sum(a.sent_bytes for a in axes) for n, axes in self._axes().items()}
+
+    def waited_s(self) -> dict[str, float]:
+        """Seconds this rank has been blocked in collectives and exchanges so far, by axis."""
+        return {n: sum(a.waited_s for a in axes) for n, axes in self._axes().items()}
+
+    def _axes(self) -> dict[str, tuple[Axis, ...]]:
         return {
-            "tp": self.tp.sent_bytes,
-            "pp": self.pp.sent_bytes + self.embedding.sent_bytes,
-            "dp": self.dp.sent_bytes,
+            "tp": (self.tp,),
+            "pp": (self.pp, self.embedding),
+            "dp": (self.dp, self.weights),
+            "world": (self.world, self.stage),
         }
+
+
+def _joined(axis: Axis, ranks: list[int], rank: int) -> Axis:
+    """Make the group of ``ranks``: the axis over it for those in it, ``axis`` for the others."""
+    if len(ranks) == 1:
+        return axis
+    group = dist.new_group(ranks)
+    return Axis(axis.name, len(ranks), ranks.index(rank), group) if rank in ranks else axis
 
 
 @contextmanager

@@ -1,18 +1,25 @@
 """Every collective that spans ranks of an axis, and the order of every sum that does.
 
-Three kinds of sum, by what they promise:
+Four kinds of sum, by what they promise:
 
-- **integer** sums are exact, so no order matters (``all_reduce`` and ``reduce_scatter`` of int32);
+- **integer** sums are exact, so no order matters (``all_reduce`` and ``reduce_scatter`` of
+  integers, ``tensor_parallel.row_sums``);
 - **block** sums (``sum_blocks``, ``gather_blocks``) are defined over fixed blocks of the axis that
   do not depend on its degree: every rank gathers all blocks' values and adds them in block order,
   so that the degree cannot change a bit;
+- **tree** sums (``tree_sum``, ``start_tree_reduce_scatter``, ``start_tree_all_reduce``) add the
+  terms of fixed blocks in a balanced binary tree. A rank that owns 1, 2, 4, … consecutive blocks
+  owns a subtree, so that each such degree gives the same bits. Gradients over DP are always added
+  so; what is added over TP backward is in layout-exact training;
 - **plain** floating-point sums (``all_reduce``, ``reduce_scatter`` of floats) follow the back end's
-  order. They occur in backward passes and over DP only, never in the forward pass of a ternary
-  model. Layout-exact training is to give them a fixed order, here.
+  order. They occur in backward passes over TP only, never in the forward pass of a ternary model.
 
-Sent bytes are counted by the ring algorithms' volume, whatever the back end really does.
+Every collective counts its bytes under a purpose, by the ring algorithms' volume, whatever the back
+end really does, and the time that the rank was blocked in it.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,47 +28,141 @@ from torch import Tensor
 
 from megabit.mesh import Axis
 
+Purpose = Literal[
+    "activations",
+    "activation gradients",
+    "statistics",
+    "weight gradients",
+    "weights",
+    "scales",
+    "control",
+]
+"""What bytes are sent for. *Statistics* are those of tokens (norms, ranges, the loss), *weights*
+are codes and dense replicas, *scales* the sums that make γ, *control* what ranks agree on."""
+
 PROBLEM_BYTES = 2000
 """As much of a message as ranks tell each other."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-    """Reduce ``x`` over ``axis`` in place and return it; ``x`` is contiguous, the same shape on
-    every rank."""
-    if axis.group is not None:
-        axis.sent_bytes += 2 * _others_share(axis) * _num_bytes(x)
-        dist.all_reduce(x, _OPS[op], group=axis.group)
-    return x
+@dataclass
+class Pending:
+    """A collective under way: other work may be done before ``wait``."""
+
+    axis: Axis
+    work: dist.Work | None
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        """The result; blocks until it is there. To be called once."""
+        if self.work is not None:
+            with self.axis.waiting():
+                self.work.wait()
+        return self.finish()
+
+    @staticmethod
+    def done(x: Tensor) -> "Pending":
+        """What a collective over one rank gives."""
+        return Pending(Axis.single(""), None, lambda: x)
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> dist.Work | None:
-    """Begin to sum ``x`` over ``axis`` in place; wait on what is returned before reading it."""
+def start_all_reduce(
+    x: Tensor, axis: Axis, purpose: Purpose = "control", op: Literal["sum", "max"] = "sum"
+) -> Pending:
+    """Begin to reduce ``x`` over ``axis`` in place; ``x`` is contiguous, the same shape on every
+    rank."""
     if axis.group is None:
-        return None
-    axis.sent_bytes += 2 * _others_share(axis) * _num_bytes(x)
-    return dist.all_reduce(x, group=axis.group, async_op=True)
+        return Pending.done(x)
+    axis.sent[purpose] += 2 * _others_share(axis) * _num_bytes(x)
+    work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
+    return Pending(axis, work, lambda: x)
 
 
-def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """``[n, …]`` of each rank → ``[n · size, …]`` in rank order, on every rank."""
+def all_reduce(
+    x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum", purpose: Purpose = "control"
+) -> Tensor:
+    """Reduce ``x`` over ``axis`` in place and return it."""
+    return start_all_reduce(x, axis, purpose, op).wait()
+
+
+def start_all_gather(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pending:
+    """Begin ``[n, …]`` of each rank → ``[n · size, …]`` in rank order, on every rank."""
     if axis.group is None:
-        return x
+        return Pending.done(x)
     gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    axis.sent_bytes += _others_share(axis) * _num_bytes(gathered)
-    _all_gather_single(gathered, x.contiguous(), group=axis.group)
-    return gathered
+    axis.sent[purpose] += _others_share(axis) * _num_bytes(gathered)
+    work = _all_gather_single(gathered, x.contiguous(), group=axis.group, async_op=True)
+    return Pending(axis, work, lambda: gathered)
 
 
-def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sum ``[n · size, …]`` over ``axis``; each rank gets its ``[n, …]`` of the result."""
+def all_gather(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Tensor:
+    """``[n, …]`` of each rank → ``[n · size, …]`` in rank order, on every rank."""
+    return start_all_gather(x, axis, purpose).wait()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pending:
+    """Begin to sum ``[n · size, …]`` over ``axis``; each rank gets its ``[n, …]`` of the result."""
     if axis.group is None:
-        return x
+        return Pending.done(x)
     own = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    axis.sent_bytes += _others_share(axis) * _num_bytes(x)
-    _reduce_scatter_single(own, x.contiguous(), group=axis.group)
-    return own
+    axis.sent[purpose] += _others_share(axis) * _num_bytes(x)
+    work = _reduce_scatter_single(own, x.contiguous(), group=axis.group, async_op=True)
+    return Pending(axis, work, lambda: own)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Tensor:
+    """Sum ``[n · size, …]`` over ``axis``; each rank gets its ``[n, …]`` of the result."""
+    return start_reduce_scatter(x, axis, purpose).wait()
+
+
+def start_all_to_all(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pending:
+    """Begin to swap: row ``r`` of ``[size, …]`` goes to rank ``r``, and row ``r`` of the result is
+    what that rank had for this one."""
+    if axis.group is None:
+        return Pending.done(x)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    axis.sent[purpose] += _others_share(axis) * _num_bytes(x)
+    work = dist.all_to_all_single(received, x.contiguous(), group=axis.group, async_op=True)
+    return Pending(axis, work, lambda: received)
+
+
+def tree_sum(terms: Tensor) -> Tensor:
+    """Sum over the first dimension in a balanced binary tree of neighbours: ``[b, …]`` → ``[…]``.
+
+    With ``b`` a power of two, each run of 1, 2, 4, … terms that begins at a multiple of its length
+    is a subtree: ranks can add their own terms and then each other's sums. An odd term moves up
+    alone.
+    """
+    while len(terms) > 1:
+        even = len(terms) // 2 * 2
+        sums = terms[0:even:2] + terms[1:even:2]
+        terms = sums if even == len(terms) else torch.cat([sums, terms[-1:]])
+    return terms[0]
+
+
+def start_tree_reduce_scatter(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pending:
+    """``start_reduce_scatter`` in tree order: terms travel to the rank that adds them."""
+    if axis.group is None:
+        return Pending.done(x)
+    swap = start_all_to_all(x.unflatten(0, (axis.size, -1)), axis, purpose)
+    return Pending(axis, swap.work, lambda: tree_sum(swap.finish()))
+
+
+def start_tree_all_reduce(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pending:
+    """``start_all_reduce`` in tree order, not in place: a reduce-scatter of equal parts, padded
+    with zeros where need be, and an all-gather."""
+    if axis.group is None:
+        return Pending.done(x)
+    part = -(-x.numel() // axis.size)
+    padded = x.new_zeros(axis.size * part)
+    padded[: x.numel()] = x.flatten()
+    scatter = start_tree_reduce_scatter(padded, axis, purpose)
+
+    def gather() -> Tensor:
+        return all_gather(scatter.finish(), axis, purpose)[: x.numel()].view_as(x)
+
+    return Pending(axis, scatter.work, gather)
 
 
 def own_rows(x: Tensor, axis: Axis) -> Tensor:
@@ -69,11 +170,11 @@ def own_rows(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else x.chunk(axis.size)[axis.rank]
 
 
-def gather_blocks(values: Tensor, axis: Axis) -> Tensor:
+def gather_blocks(values: Tensor, axis: Axis, purpose: Purpose = "statistics") -> Tensor:
     """Values of this rank's blocks ``[…, b]`` → of all blocks ``[…, b · size]``, in block order."""
     if axis.group is None:
         return values
-    by_rank = all_gather(values.unsqueeze(0), axis)  # [size, …, b]
+    by_rank = all_gather(values.unsqueeze(0), axis, purpose)  # [size, …, b]
     # Contiguous for one block a rank too: torch sums along other strides in another order.
     return by_rank.movedim(0, -2).flatten(-2).contiguous()
 
@@ -87,8 +188,9 @@ def broadcast(x: Tensor, source: int, axis: Axis) -> Tensor:
     """Give every rank of ``axis`` the ``x`` that its rank ``source`` has, in place."""
     if axis.group is not None:
         if axis.rank == source:
-            axis.sent_bytes += (axis.size - 1) * _num_bytes(x)
-        dist.broadcast(x, src=axis.global_rank(source), group=axis.group)
+            axis.sent["control"] += (axis.size - 1) * _num_bytes(x)
+        with axis.waiting():
+            dist.broadcast(x, src=axis.global_rank(source), group=axis.group)
     return x
 
 

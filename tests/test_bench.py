@@ -1,6 +1,7 @@
 """``megabit bench`` from outside: what it prints, its exit codes, and what it leaves behind."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,11 +12,17 @@ import pytest
 from tests.test_cli import ENVIRONMENT, ROOT, megabit, refused
 
 FILES = ["kernels.csv", "kernels.json", "roofline.png"]
+TINY = [
+    *("model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2"),
+    *("model.vocab_size=300", "data.seq_length=16", "train.global_batch_size=8"),
+]
 
 
 def test_help_shows_examples() -> None:
     assert "Example: megabit bench kernels --quick" in megabit("bench", "--help").stdout
     assert "Example: megabit bench kernels --shapes" in megabit("bench", "kernels", "--help").stdout
+    page = megabit("bench", "train", "--help").stdout
+    assert "Example: megabit bench train examples/model/tiny.yaml parallel.tp=2 --nproc 2" in page
 
 
 def test_options_that_cannot_be(tmp_path: Path) -> None:
@@ -78,3 +85,35 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     whole = json.loads((tmp_path / "runs" / "bench-kernels" / "kernels.json").read_text())
     assert not whole["is_complete"]
     assert whole["rows"]
+
+
+def test_bench_train() -> None:
+    result = megabit("bench", "train", *TINY, "--steps", "2", "--breakdown")
+    assert (result.returncode, result.stderr) == (0, "")
+    for row in ("megabit", "dense fp32", "dense bf16", "fake fp32", "fake bf16"):
+        assert re.search(rf"^ {row} +[\d,]+ +[\d.]+ ms ", result.stdout, re.MULTILINE)
+    assert "×dense fp32   ×dense bf16   ×fake fp32   ×fake bf16" in result.stdout
+    for part in ("forward products", "backward products", "attention", "update"):
+        assert re.search(rf"^ {part} +([\d.]+ +\d+% *){{5}}$", result.stdout, re.MULTILINE)
+    assert "Limited by compute: 100%" in result.stdout
+
+
+def test_bench_train_at_a_layout() -> None:
+    layout = ["parallel.pp=2", "train.micro_batch_size=2", "model.linear=dense"]
+    result = megabit("bench", "train", *TINY, *layout, "--nproc", "2", "--steps", "1")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "megabit: TP 1 × PP 2 × DP 1, in float32" in result.stdout
+    assert "megabit computes with 2 threads, each baseline with one" in result.stdout
+    for rank in "01":
+        assert re.search(rf"^ +{rank} +[\d.]+ ms +\d", result.stdout, re.MULTILINE)
+
+
+def test_bench_train_refuses_what_cannot_be() -> None:
+    assert refused("bench", "train", "parallel.tp=2", "--nproc", "3").startswith("world size: 3 ")
+    assert refused("bench", "train", "model.hiden_size=4").startswith("model.hiden_size: ")
+    assert refused("bench", "train", "run.device=cuda").startswith("run.device: ")
+    too_large = ["model.hidden_size=131072", "model.intermediate_size=131072"]
+    assert refused("bench", "train", *too_large).startswith("model: 5 of them at a time")
+    negative = megabit("bench", "train", "--steps", "0")
+    assert negative.returncode == 2
+    assert "--steps" in negative.stderr

@@ -197,6 +197,7 @@ def difference(**changes: Any) -> Difference:
         grad_norm=0.0,
         last_loss=0.0,
         weight=0.0,
+        is_identical=True,
         codes_changed=0,
         num_codes=10_000,
     )
@@ -220,8 +221,16 @@ def test_tolerance(compute: str, linear: str) -> None:
         assert tolerance.allows(difference(**{name: bound}))
         assert not tolerance.allows(difference(**{name: bound * 1.01 + 1e-12}))
         assert not tolerance.allows(difference(**{name: float("nan")}))
+    assert tolerance.allows(difference(is_identical=False))
     exact = linear == "ternary" and compute != "float64"
     assert tolerance.allows(difference(forward_is_bit_equal=False)) == (not exact)
+
+
+def test_exact_training_has_no_tolerance() -> None:
+    tolerance = Tolerance.of(load_config(["parallel.exact=full"]))
+    assert tolerance.allows(difference())
+    for changed in ({"is_identical": False}, {"loss": 1e-12}, {"codes_changed": 1}):
+        assert not tolerance.allows(difference(**changed))
 
 
 @pytest.mark.slow
@@ -235,8 +244,18 @@ def test_parity(tmp_path: Path) -> None:
         ["pp=2", "bit-equal"],
         ["tp=2,sp", "bit-equal"],
     ]
-    assert all(row.endswith(" ok") for row in rows)
+    assert all(row.endswith((" ok", " identical")) for row in rows)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_parity_of_exact_training(tmp_path: Path) -> None:
+    settings = [*SETTINGS, f"data.dir={tmp_path / 'none'}", "parallel.exact=full"]
+    result = megabit("parity", *settings, "--layouts", "tp=2,sp", "dp=2", "--steps", "2")
+    assert (result.returncode, result.stderr) == (0, "")
+    *rows, tolerance = result.stdout.splitlines()[2:]
+    assert [row.split()[-1] for row in rows] == ["identical", "identical"]
+    assert tolerance.startswith("Tolerance: none.")
 
 
 @pytest.mark.parametrize(

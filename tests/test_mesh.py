@@ -1,12 +1,14 @@
 """The grid of ranks: who shares which axis, and which groups exist."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megabit.launch import run_ranks
 from megabit.mesh import Axis, ParallelMesh
-from megabit.reduce import all_reduce
+from megabit.reduce import all_gather, all_reduce, start_all_reduce
 
 CPU = torch.device("cpu")
 
@@ -17,8 +19,9 @@ def members(axis: Axis) -> list[int]:
 
 
 def describe(mesh: ParallelMesh) -> dict[str, tuple[int, int, list[int]]]:
-    axes = (mesh.tp, mesh.pp, mesh.dp, mesh.world, mesh.embedding)
-    return {axis.name: (axis.size, axis.rank, members(axis)) for axis in axes}
+    names = ("tp", "pp", "dp", "weights", "world", "stage", "embedding")
+    axes: list[Axis] = [getattr(mesh, name) for name in names]
+    return {n: (a.size, a.rank, members(a)) for n, a in zip(names, axes, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +29,8 @@ def describe(mesh: ParallelMesh) -> dict[str, tuple[int, int, list[int]]]:
     [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (2, 2, 2), (2, 4, 1), (1, 4, 2)],
 )
 def test_the_grid(tp: int, pp: int, dp: int) -> None:
-    """Neighbours share a TP group; then come DP and, with the largest stride, PP."""
+    """Neighbours share a TP group; then come DP and, with the largest stride, PP. A stage is TP and
+    DP together; weights travel where gradients do, in a group of their own."""
     ranks = run_ranks(lambda: describe(ParallelMesh.create(tp, pp, CPU)), tp * pp * dp)
 
     def rank_of(pp_rank: int, dp_rank: int, tp_rank: int) -> int:
@@ -42,6 +46,9 @@ def test_the_grid(tp: int, pp: int, dp: int) -> None:
                 found = ranks[own]
                 assert found["tp"] == (tp, t, listed([rank_of(p, d, i) for i in range(tp)]))
                 assert found["dp"] == (dp, d, listed([rank_of(p, i, t) for i in range(dp)]))
+                assert found["weights"] == found["dp"]
+                stage = [rank_of(p, i, j) for i in range(dp) for j in range(tp)]
+                assert found["stage"] == (tp * dp, stage.index(own), listed(stage))
                 assert found["pp"] == (pp, p, listed([rank_of(i, d, t) for i in range(pp)]))
                 assert found["world"] == (len(ranks), own, list(range(len(ranks))))
                 if pp > 1 and p in (0, pp - 1):
@@ -68,15 +75,21 @@ def test_one_process_has_no_groups() -> None:
     mesh = ParallelMesh()
     assert all(axis == (1, 0, []) for axis in describe(mesh).values())
     assert mesh.is_main
-    assert mesh.sent_bytes() == {"tp": 0, "pp": 0, "dp": 0}
+    assert mesh.sent_bytes() == {"tp": 0, "pp": 0, "dp": 0, "world": 0}
+    assert mesh.waited_s() == {"tp": 0, "pp": 0, "dp": 0, "world": 0}
+    assert mesh.sent() == {}
     assert not dist.is_initialized()
 
 
 def test_single_meshes_share_nothing() -> None:
     one, other = ParallelMesh(), ParallelMesh()
-    one.tp.sent_bytes += 1
-    assert other.tp.sent_bytes == 0
-    assert one.dp.sent_bytes == 0
+    one.tp.sent["control"] += 1
+    with one.tp.waiting():
+        pass
+    assert one.tp.sent_bytes == 1
+    assert one.tp.waited_s > 0
+    for axis in (other.tp, one.dp):
+        assert axis.sent_bytes == axis.waited_s == 0
 
 
 def test_a_second_mesh_in_the_same_process() -> None:
@@ -91,14 +104,45 @@ def test_a_second_mesh_in_the_same_process() -> None:
 
     # 2 · (2 − 1)/2 of one int64; the second mesh counts its own.
     assert run_ranks(sums, 4) == [
-        (first, [6], {"tp": 8, "pp": 0, "dp": 0}) for first in ([1], [1], [5], [5])
+        (first, [6], {"tp": 8, "pp": 0, "dp": 0, "world": 0}) for first in ([1], [1], [5], [5])
     ]
 
 
-def test_embedding_bytes_count_as_pipeline_bytes() -> None:
-    def sent() -> dict[str, float]:
-        mesh = ParallelMesh.create(tp=1, pp=2, device=CPU)
-        all_reduce(torch.zeros(10), mesh.embedding)
-        return mesh.sent_bytes()
+def test_bytes_are_counted_for_the_axes_of_the_layout_and_by_purpose() -> None:
+    """The ends of a pipeline are on pp, new weights on dp, all ranks of a stage on world."""
 
-    assert run_ranks(sent, 2) == [{"tp": 0, "pp": 40, "dp": 0}] * 2
+    def sent() -> tuple[dict[tuple[str, str], float], dict[str, float]]:
+        mesh = ParallelMesh.create(tp=1, pp=2, device=CPU)
+        all_reduce(torch.zeros(10), mesh.embedding, purpose="weight gradients")
+        all_reduce(torch.zeros(20), mesh.dp, purpose="weight gradients")
+        all_gather(torch.zeros(40), mesh.weights, "weights")
+        all_reduce(torch.zeros(80), mesh.stage, purpose="scales")
+        all_reduce(torch.zeros(160), mesh.stage)
+        return mesh.sent(), mesh.sent_bytes()
+
+    # An all-reduce over two ranks sends 2 · (2 − 1)/2 times its 4-byte numbers, an all-gather half
+    # of what it gives.
+    by_purpose = {
+        ("pp", "weight gradients"): 4 * 10,
+        ("dp", "weight gradients"): 4 * 20,
+        ("dp", "weights"): 4 * 40,
+        ("world", "scales"): 4 * 80,
+        ("world", "control"): 4 * 160,
+    }
+    by_axis = {"tp": 0, "pp": 4 * 10, "dp": 4 * 60, "world": 4 * 240}
+    assert run_ranks(sent, 4) == [(by_purpose, by_axis)] * 4
+
+
+def test_time_in_collectives_is_counted_on_their_axis() -> None:
+
+    def waited() -> tuple[dict[str, float], float]:
+        mesh = ParallelMesh.create(tp=2, pp=1, device=CPU)
+        started = time.perf_counter()
+        pending = start_all_reduce(torch.zeros(1), mesh.tp)
+        assert mesh.tp.waited_s == 0  # the rank goes on
+        pending.wait()
+        return mesh.waited_s(), time.perf_counter() - started
+
+    for by_axis, elapsed in run_ranks(waited, 2):
+        assert 0 < by_axis.pop("tp") < elapsed
+        assert set(by_axis.values()) == {0}

@@ -21,6 +21,7 @@ SOURCES = {
 ORDER = (
     {"__main__"},
     {"cli"},
+    {"benchmark"},
     {"training"},
     {"model"},
     {"pipeline", "data_parallel", "checkpoint", "data", "telemetry", "launch"},

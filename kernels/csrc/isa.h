@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "megabit_kernels.h"
+#include "stochastic.h"
 
 enum {
     PANEL_ROWS = 64,
@@ -80,8 +81,25 @@ struct elementwise {
                            int64_t count, uint16_t *out);
     float (*absmax_float32)(const float *x, int64_t count);
     float (*absmax_bfloat16)(const uint16_t *x, int64_t count);
+    /* Sum of what is from `low` on and below `high`, each rounded to an integer of such units. */
+    int64_t (*sum_units)(const float *x, int64_t count, float low, float high, double units);
+    /* Sum of (x * shrink)^2, each rounded to an integer of such units. */
+    int64_t (*sum_squares)(const float *x, int64_t count, double shrink, double units);
     void (*quantize_float32)(const float *x, float scale, int64_t count, int8_t *out);
     void (*quantize_bfloat16)(const uint16_t *x, float scale, int64_t count, int8_t *out);
+    /* One row, rounded stochastically. */
+    void (*round_row)(const float *x, float scale, struct noise_row noise, int64_t count,
+                      int8_t *out);
+    /* Of one row times its x_scale: to the largest magnitudes so far of each column, and rounded
+     * under the scale of each column, of which `first` is the first one. */
+    void (*absmax_columns)(const float *x, float x_scale, int64_t count, float *largest);
+    void (*round_columns)(const float *x, float x_scale, const float *scale, struct noise_row noise,
+                          uint32_t first, int64_t count, int8_t *out);
+    /* 64 columns of four rows to a quad of an int8 panel; not 0 if there is -128. */
+    int32_t (*interleave)(const int8_t *a, const int8_t *b, const int8_t *c, const int8_t *d,
+                          uint8_t *out);
+    /* A block of so many times four rows of a ternary panel to its part of as many quads. */
+    void (*turn_block)(const uint8_t *from, int64_t count, uint8_t *to);
     void (*ternarize)(const float *weight, float scale, int64_t count, int8_t *codes);
     /* Codes -1, 0, 1 of whole blocks of one row to the words of a ternary panel. */
     void (*pack_words)(const int8_t *codes, int64_t blocks, uint32_t *words);

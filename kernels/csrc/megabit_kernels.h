@@ -20,7 +20,7 @@
 #define MEGABIT_API __attribute__((visibility("default")))
 
 /* Raised together with ABI of native_abi.py when a signature or a layout changes. */
-enum { MEGABIT_ABI = 2 };
+enum { MEGABIT_ABI = 3 };
 
 enum megabit_status { MEGABIT_OK = 0, MEGABIT_NO_MEMORY = 1, MEGABIT_BAD_VALUE = 2 };
 
@@ -57,11 +57,36 @@ MEGABIT_API int megabit_quantize_activation(const struct isa *isa, const void *x
                                             const float *absmax, int8_t *x_q, float *scale,
                                             int64_t m, int64_t k, int threads);
 
+/* numerics.fixed_point_abs_sum: lanes[2] count x in so many units to one, which are powers of two;
+ * 0 and 2^49 if there is NaN or a magnitude from 2^16 on. */
+MEGABIT_API int megabit_abs_sum(const struct isa *isa, const float *x, int64_t count,
+                                double small_units, double large_units, int64_t *lanes,
+                                int threads);
+
+/* numerics.fixed_point_square_sum: the sum of (x * shrink)^2 in so many units to one. */
+MEGABIT_API int megabit_square_sum(const struct isa *isa, const float *x, int64_t count,
+                                   double shrink, double units, int64_t *total, int threads);
+
 /* clamp(round(W / scale), -1, 1), NaN as 0, into ternary panels or plain int8. */
 MEGABIT_API int megabit_ternarize_panels(const struct isa *isa, const float *weight, float scale,
                                          uint8_t *panels, int64_t n, int64_t k, int threads);
 MEGABIT_API int megabit_ternarize_codes(const struct isa *isa, const float *weight, float scale,
                                         int8_t *codes, int64_t count, int threads);
+
+/* x [M, N] to int8 by stochastic rounding (stochastic.py), with a scale for each row. */
+MEGABIT_API int megabit_round_rows(const struct isa *isa, const float *x, uint64_t key, int8_t *x_q,
+                                   float *scale, int64_t m, int64_t n, int threads);
+/* x [M, N] times x_scale [M], with a scale for each column: x_q is the transpose, [N, M]. */
+MEGABIT_API int megabit_round_columns(const struct isa *isa, const float *x, const float *x_scale,
+                                      uint64_t key, int8_t *x_q, float *scale, int64_t m, int64_t n,
+                                      int threads);
+
+/* int8 panels of the transpose [K, N] of an int8 matrix [N, K], or of one in ternary panels;
+ * MEGABIT_BAD_VALUE if there is -128. */
+MEGABIT_API int megabit_pack_int8_transposed(const struct isa *isa, const int8_t *weight,
+                                             uint8_t *panels, int64_t n, int64_t k, int threads);
+MEGABIT_API int megabit_transpose_panels(const struct isa *isa, const uint8_t *from, uint8_t *to,
+                                         int64_t n, int64_t k, int threads);
 
 /* int8 weights into panels; MEGABIT_BAD_VALUE if one is out of range. */
 MEGABIT_API int megabit_pack_panels(const struct isa *isa, const int8_t *codes, uint8_t *panels,

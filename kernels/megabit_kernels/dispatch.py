@@ -22,9 +22,13 @@ Operation = Literal[
     "int8_linear",
     "input_gradient",
     "weight_gradient",
+    "int8_input_gradient",
+    "int8_weight_gradients",
     "quantize_activation",
     "rms_norm_quantize",
     "glu_rms_norm_quantize",
+    "abs_sum",
+    "square_sum",
     "absmean_scale",
     "ternarize",
     "cross_entropy",
@@ -74,11 +78,6 @@ def _triton_decode(m: int, n: int, k: int) -> bool:
     return m <= DECODE_ROWS and gpu.is_available()
 
 
-def _on_request(m: int, n: int, k: int) -> bool:
-    """What is approximate runs only when it is named."""
-    return False
-
-
 TABLE: dict[Operation, tuple[Implementation, ...]] = {
     "ternary_matmul": (
         Implementation("native", "cpu", cpu.ternary_product, "panels", _native),
@@ -97,12 +96,21 @@ TABLE: dict[Operation, tuple[Implementation, ...]] = {
     ),
     "input_gradient": (
         Implementation("triton", "cuda", gpu.input_gradient, accepts=_triton),
-        Implementation("triton_int8", "cuda", gpu.int8_input_gradient, accepts=_on_request),
         Implementation("torch", None, plain.input_gradient),
     ),
     "weight_gradient": (
         Implementation("triton", "cuda", gpu.weight_gradient, accepts=_triton),
         Implementation("torch", None, plain.weight_gradient),
+    ),
+    "int8_input_gradient": (
+        Implementation("native", "cpu", cpu.int8_input_gradient, accepts=_native),
+        Implementation("triton", "cuda", gpu.int8_input_gradient, accepts=_triton),
+        Implementation("torch", None, plain.int8_input_gradient),
+    ),
+    "int8_weight_gradients": (
+        Implementation("native", "cpu", cpu.int8_weight_gradients, accepts=_native),
+        Implementation("triton", "cuda", gpu.int8_weight_gradients, accepts=_triton),
+        Implementation("torch", None, plain.int8_weight_gradients),
     ),
     "quantize_activation": (
         Implementation("native", "cpu", cpu.quantize_activation, accepts=_native),
@@ -117,8 +125,16 @@ TABLE: dict[Operation, tuple[Implementation, ...]] = {
         Implementation("triton", "cuda", gpu.glu_rms_norm_quantize, accepts=_triton),
         Implementation("torch", None, plain.glu_rms_norm_quantize),
     ),
+    "abs_sum": (
+        Implementation("native", "cpu", cpu.abs_sum, accepts=_native),
+        Implementation("torch", None, numerics.fixed_point_abs_sum),
+    ),
+    "square_sum": (
+        Implementation("native", "cpu", cpu.square_sum, accepts=_native),
+        Implementation("torch", None, numerics.fixed_point_square_sum),
+    ),
     "absmean_scale": (
-        Implementation("triton", "cuda", gpu.absmean_scale, accepts=_triton),
+        Implementation("native", "cpu", cpu.absmean_scale, accepts=_native),
         Implementation("torch", None, numerics.absmean_scale),
     ),
     "ternarize": (

@@ -101,7 +101,6 @@ def input_gradient(
 
     Args:
         dtype: of the operands of the product; it holds the codes exactly.
-        implementation: ``triton_int8``, on a GPU, rounds dY to int8: faster, and approximate.
     """
     m, _ = _matrix("grad", grad)
     (n, k), data, layout = weight.shape, weight.data, weight.layout
@@ -118,8 +117,8 @@ def weight_gradients(
 ) -> list[Tensor]:
     """dW = (dY · s)ᵀ · x_q of weights with the same input, operands and result in ``dtype``.
 
-    The scale of a token lies on the dimension that is summed, so this product cannot be an integer
-    one; int8 values are exact in bf16.
+    The scale of a token lies on the dimension that is summed, so it cannot be taken out of the
+    product; int8 values are exact in bf16.
 
     Args:
         grads: dY ``[M, N]`` for each weight.
@@ -136,6 +135,91 @@ def weight_gradients(
     if x_q.device.type == "cpu":
         x_q = x_q.to(dtype)  # once for all; on a GPU the kernel does it in registers
     return [ops.weight_gradient(grad, x_q, x_scale, dtype, implementation) for grad in grads]
+
+
+def int8_input_gradient(
+    grad: Tensor, weight: TernaryWeight, seed: int, implementation: str | None = None
+) -> Tensor:
+    """dX = (dY · code) · γ with dY in int8: ``[M, N]`` → ``[M, K]``, at least fp32.
+
+    Each token of dY has a scale, its largest magnitude / 127, and is rounded to a step of it
+    stochastically: the expectation over seeds is the exact dX. To nearest, what is small beside the
+    largest of its token would be zero in every step of training.
+
+    Args:
+        grad: dY. A token that holds NaN or ±Inf gets a row of NaN.
+        seed: of the rounding, 0 to 2^63 − 1: another one for each layer and step.
+    """
+    m, _ = _matrix("grad", grad)
+    (n, k), data, layout = weight.shape, weight.data, weight.layout
+    _expect("grad", grad, (m, n), like=data)
+    _check_width(n, "N")
+    _check_seed(seed)
+    scale = weight.scale
+    return ops.int8_input_gradient(grad.detach(), data, scale, layout, k, seed, implementation)
+
+
+def int8_weight_gradients(
+    grads: Sequence[Tensor],
+    x_q: Tensor,
+    x_scale: Tensor,
+    seed: int,
+    implementation: str | None = None,
+) -> list[Tensor]:
+    """dW = (dY · s)ᵀ · x_q of weights with the same input, with dY · s in int8; at least fp32.
+
+    The scale of a token lies on the dimension that is summed. So dY · s is what is rounded, with a
+    scale for each of its columns, which are rows of dW: stochastically, as in
+    ``int8_input_gradient``, and for each dY independently.
+
+    Args:
+        grads: dY ``[M, N]`` for each weight. A column in which dY · s holds NaN or ±Inf gives a row
+            of NaN.
+        x_q: int8 ``[M, K]``, values −127 to 127, as ``quantize_activation`` gives.
+        x_scale: s, ``[M, 1]``.
+        seed: as for ``int8_input_gradient``, which may have the same.
+
+    Returns:
+        ``[N, K]`` for each weight.
+    """
+    m, _ = _matrix("x_q", x_q)
+    if x_q.dtype != torch.int8:
+        raise TypeError(f"x_q is {x_q.dtype}: torch.int8 is wanted")
+    _expect("x_scale", x_scale, (m, 1), like=x_q)
+    for grad in grads:
+        _expect("grad", grad, (m, grad.shape[-1]), like=x_q)
+    _check_width(m, "M")
+    _check_seed(seed)
+    detached = [grad.detach() for grad in grads]
+    return ops.int8_weight_gradients(detached, x_q, x_scale, seed, implementation)
+
+
+def abs_sum(weight: Tensor, numel: int, implementation: str | None = None) -> Tensor:
+    """Σ|w| of a piece of a weight, of which γ is made: int64 ``[2]``.
+
+    Such sums are added over the pieces, in any order; ``numerics.weight_scale`` gives γ.
+
+    Args:
+        weight: of any shape, maybe empty.
+        numel: elements of the whole logical tensor.
+    """
+    _check_piece("weight", weight, numel)
+    return ops.abs_sum(weight.detach(), numel, implementation)
+
+
+def square_sum(x: Tensor, largest: float, numel: int, implementation: str | None = None) -> Tensor:
+    """Σx² of a piece of a tensor: int64, 0-dimensional.
+
+    Such sums are added over the pieces, in any order; ``numerics.norm_from_fixed_point`` gives the
+    norm.
+
+    Args:
+        x: of any shape, maybe empty.
+        largest: max|x| over all pieces.
+        numel: elements of all pieces.
+    """
+    _check_piece("x", x, numel)
+    return ops.square_sum(x.detach(), largest, numel, implementation)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, implementation: str | None = None) -> Tensor:
@@ -172,9 +256,21 @@ def _expect(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device}: {like.device} is wanted")
 
 
-def _check_width(k: int) -> None:
+def _check_piece(name: str, x: Tensor, numel: int) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"{name} is {x.dtype}: floating point is wanted")
+    if x.numel() > numel:
+        raise ValueError(f"{name} has {x.numel()} elements: a piece of {numel} is wanted")
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}: 0 to 2^63 - 1 is wanted")
+
+
+def _check_width(k: int, name: str = "K") -> None:
     if k > numerics.MAX_EXACT_K:
-        raise ValueError(f"K = {k}: at most {numerics.MAX_EXACT_K} products add up exactly")
+        raise ValueError(f"{name} = {k}: at most {numerics.MAX_EXACT_K} products add up exactly")
 
 
 def _check_product(x_q: Tensor, weight: TernaryWeight | Int8Weight) -> None:

@@ -5,12 +5,13 @@ What the kernels don't compute, fp64 above all, goes to ``plain``.
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megabit_kernels import numerics, plain
-from megabit_kernels.conversion import Layout, unpack
+from megabit_kernels import plain
+from megabit_kernels.conversion import Layout
 from megabit_kernels.epilogue import Epilogue, fused
 from megabit_kernels.triton.limits import FLOATS
 
@@ -62,14 +63,17 @@ def input_gradient(
 
 
 def int8_input_gradient(
-    grad: Tensor, data: Tensor, layout: Layout, k: int, w_scale: Tensor, dtype: torch.dtype
+    grad: Tensor, data: Tensor, layout: Layout, k: int, w_scale: Tensor, seed: int
 ) -> Tensor:
-    """dX from dY rounded to int8, one scale for each token: approximate, twice bf16's peak."""
-    from megabit_kernels.triton import products
+    """``plain.int8_input_gradient`` with an int8 product; what is quantized, torch quantizes."""
+    return plain.int8_input_gradient(grad, data, layout, k, w_scale, seed, int8_product)
 
-    grad_q, scale = quantize_activation(grad, None)
-    codes_t = unpack(data, layout, grad.shape[1], k, torch.int8).t().contiguous()
-    return products.int8_product(grad_q, codes_t, Epilogue(scale, w_scale, torch.float32))
+
+def int8_weight_gradients(
+    grads: Sequence[Tensor], x_q: Tensor, x_scale: Tensor, seed: int
+) -> list[Tensor]:
+    """``plain.int8_weight_gradients`` with an int8 product."""
+    return plain.int8_weight_gradients(grads, x_q, x_scale, seed, int8_product)
 
 
 def weight_gradient(grad: Tensor, x_q: Tensor, x_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,15 +112,6 @@ def glu_rms_norm_quantize(
     from megabit_kernels.triton import norm_quantize
 
     return norm_quantize.glu_rms_norm_quantize(gate, up, gain, eps, activation)
-
-
-def absmean_scale(weight: Tensor) -> Tensor:
-    """``numerics.absmean_scale`` in one pass over the weight."""
-    if weight.dtype not in FLOATS or weight.numel() == 0:
-        return numerics.absmean_scale(weight)
-    from megabit_kernels.triton import ternarize as kernels
-
-    return kernels.absmean_scale(weight)
 
 
 def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megabit_kernels import layouts, native_abi
+from megabit_kernels import huge_pages, layouts, native_abi, numerics
 from megabit_kernels.native_abi import TYPES, CLibrary
 from megabit_kernels.native_arguments import (
     check,
@@ -167,6 +167,28 @@ class NativeLibrary:
         )
         return x_q, scale
 
+    def abs_sum(self, weight: Tensor, numel: int, isa: str | None = None) -> Tensor:
+        """``numerics.fixed_point_abs_sum`` of fp32 ``weight`` of any shape: int64 ``[2]``."""
+        check("weight", weight, torch.float32)
+        weight = weight.contiguous()
+        lanes = torch.empty(2, dtype=torch.int64)
+        units = numerics.small_units(numel), numerics.large_units(numel)
+        self.c.run("abs_sum", isa, weight.data_ptr(), weight.numel(), *units, lanes.data_ptr())
+        return lanes
+
+    def square_sum(self, x: Tensor, largest: float, numel: int, isa: str | None = None) -> Tensor:
+        """``numerics.fixed_point_square_sum`` of fp32 ``x`` of any shape: int64, 0-dimensional.
+
+        Args:
+            largest: neither 0 nor infinite nor NaN.
+        """
+        check("x", x, torch.float32)
+        x = x.contiguous()
+        total = torch.empty((), dtype=torch.int64)
+        scales = numerics.shrink(largest), numerics.small_units(numel)
+        self.c.run("square_sum", isa, x.data_ptr(), x.numel(), *scales, total.data_ptr())
+        return total
+
     def ternarize_panels(
         self, weight: Tensor, scale: float, out: Tensor | None = None, isa: str | None = None
     ) -> Tensor:
@@ -225,6 +247,61 @@ class NativeLibrary:
             raise ValueError("weight holds -128; an int8 weight is -127 to 127") from None
         return panels
 
+    def pack_int8_transposed(self, weight: Tensor, isa: str | None = None) -> Tensor:
+        """``int8 panels`` of the transpose of int8 ``weight [N, K]``, values −127 to 127."""
+        weight = matrix("weight", weight, torch.int8)
+        n, k = weight.shape
+        panels = torch.empty(int8_panels_shape(k, n), dtype=torch.uint8)
+        try:
+            self.c.run("pack_int8_transposed", isa, weight.data_ptr(), panels.data_ptr(), n, k)
+        except ValueError:
+            raise ValueError("weight holds -128; an int8 weight is -127 to 127") from None
+        return panels
+
+    def transpose_panels(self, panels: Tensor, n: int, k: int, isa: str | None = None) -> Tensor:
+        """``int8 panels`` of the transpose of what ternary ``panels`` hold, ``[n, k]``."""
+        panels = checked_panels(panels, layouts.panels_shape(n, k), n, k)
+        result = torch.empty(int8_panels_shape(k, n), dtype=torch.uint8)
+        self.c.run("transpose_panels", isa, panels.data_ptr(), result.data_ptr(), n, k)
+        return result
+
+    def round_rows(self, x: Tensor, key: int, isa: str | None = None) -> tuple[Tensor, Tensor]:
+        """``stochastic.quantize_rows`` of fp32 ``x [M, N]``: int8 ``[M, N]``, fp32 ``[M, 1]``."""
+        x = matrix("x", x, torch.float32)
+        m, n = x.shape
+        x_q, scale = torch.empty((m, n), dtype=torch.int8), torch.empty((m, 1), dtype=torch.float32)
+        self.c.run("round_rows", isa, x.data_ptr(), key, x_q.data_ptr(), scale.data_ptr(), m, n)
+        return x_q, scale
+
+    def round_columns(
+        self, x: Tensor, row_scale: Tensor, key: int, isa: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``stochastic.quantize_columns``, transposed in the same pass.
+
+        Args:
+            x: fp32 ``[M, N]``.
+            row_scale: fp32 ``[M, 1]``.
+
+        Returns:
+            int8 ``[N, M]`` and fp32 ``[N, 1]``.
+        """
+        x = matrix("x", x, torch.float32)
+        m, n = x.shape
+        row_scale = vector("row_scale", row_scale, m)
+        x_q, scale = torch.empty((n, m), dtype=torch.int8), torch.empty((n, 1), dtype=torch.float32)
+        self.c.run(
+            "round_columns",
+            isa,
+            x.data_ptr(),
+            row_scale.data_ptr(),
+            key,
+            x_q.data_ptr(),
+            scale.data_ptr(),
+            m,
+            n,
+        )
+        return x_q, scale
+
     def measure_dot_peak(self, seconds: float, isa: str | None = None) -> float:
         """10⁹ multiplications and additions per second, of dot products between registers."""
         result = ctypes.c_double()
@@ -256,7 +333,7 @@ class NativeLibrary:
         isa: str | None,
     ) -> Tensor:
         m, k = x_q.shape
-        out = torch.empty((m, n), dtype=dtype)
+        out = huge_pages.result((m, n), dtype)
         self.c.run(
             name,
             isa,

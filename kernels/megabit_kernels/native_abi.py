@@ -7,7 +7,7 @@ runtime that torch has loaded.
 
 import ctypes
 from collections.abc import Callable, Mapping
-from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 
 PATH = Path(__file__).with_name("libmegabit_kernels.so")
 
-ABI = 2
+ABI = 3
 """``MEGABIT_ABI`` of csrc/megabit_kernels.h; both are raised when a signature or layout changes."""
 
 TYPES = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2, torch.int8: 3}
@@ -29,8 +29,17 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "int8_product": (ISA, *PRODUCT, POINTER, POINTER, THREADS),  # x_scale, w_scale
     # x, x_type, absmax, x_q, scale, m, k
     "quantize_activation": (ISA, POINTER, c_int, POINTER, POINTER, POINTER, SIZE, SIZE, THREADS),
+    # x, count, small_units, large_units, lanes
+    "abs_sum": (ISA, POINTER, SIZE, c_double, c_double, POINTER, THREADS),
+    # x, count, shrink, units, total
+    "square_sum": (ISA, POINTER, SIZE, c_double, c_double, POINTER, THREADS),
     "ternarize_panels": (ISA, POINTER, c_float, POINTER, SIZE, SIZE, THREADS),  # weight … n, k
     "ternarize_codes": (ISA, POINTER, c_float, POINTER, SIZE, THREADS),  # weight … count
+    # x, key, x_q, scale, m, n; and with x_scale
+    "round_rows": (ISA, POINTER, c_uint64, POINTER, POINTER, SIZE, SIZE, THREADS),
+    "round_columns": (ISA, POINTER, POINTER, c_uint64, POINTER, POINTER, SIZE, SIZE, THREADS),
+    "pack_int8_transposed": (ISA, POINTER, POINTER, SIZE, SIZE, THREADS),  # weight, panels, n, k
+    "transpose_panels": (ISA, POINTER, POINTER, SIZE, SIZE, THREADS),  # panels, result, n, k
     "pack_panels": (ISA, POINTER, POINTER, SIZE, SIZE, THREADS),  # codes, panels, n, k
     "pack_int8": (ISA, POINTER, POINTER, SIZE, SIZE, THREADS),  # weight, panels, n, k
     "unpack_panels": (ISA, POINTER, POINTER, c_int, SIZE, SIZE, THREADS),  # panels, out, type, n, k

@@ -3,7 +3,8 @@
 Sources: "The Era of 1-bit LLMs" (arXiv 2402.17764), section 2, and Microsoft's Training Tips. A
 *code* is −1, 0 or +1; a weight's *scale* is γ; an activation's *scale* is s, one per token.
 
-- weight: γ = max(mean|W|, 1e-5) over the whole logical tensor; q = clamp(round(W/γ), −1, 1)
+- weight: γ = max(mean|W|, 1e-5) over the whole logical tensor; q = clamp(round(W/γ), −1, 1).
+  Σ|W| is taken in integers (``fixed_point_abs_sum``), so that no order or split changes γ
 - activation: s = max(max|x|, 1e-5)/127 over the whole hidden dimension;
   x_q = clamp(round(x/s), −128, 127)
 - product: acc = Σ_k x_q · q in int32, exact; y = acc · (s·γ), rounded once
@@ -15,12 +16,21 @@ A token that holds NaN or ±Inf has s = NaN or Inf, codes of which x/s = NaN bec
 and a product row of NaN. Other tokens are not touched by it.
 """
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 MIN_SCALE = 1e-5
 MAX_EXACT_K = 131_072
 """Widest input for which 128 · K ≤ 2^24, the last integer up to which fp32 counts exactly."""
+MAX_COUNTED = 2.0**16
+"""A weight as large as this is none: γ is infinite then."""
+NOT_COUNTED = 1 << 49
+"""Lane 1 of a piece with a weight that is not counted: all that are counted make 2^48 at most."""
+BLOCK = 1 << 16
+"""Elements that are summed at a time, so that what is computed of them stays in cache."""
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,15 +38,108 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def fixed_point_abs_sum(weight: Tensor, numel: int) -> Tensor:
+    """Σ|w| in two integers, which are added over the pieces of a weight in any order and grouping.
+
+    Each element is rounded to a unit that depends on ``numel`` alone. Lane 0 counts those below 1,
+    in units of 2^-(62-b) with b = ceil(log2(numel)); lane 1 those from 1 up to 2^16, in units of
+    2^-(32-b). So lane 0 is 2^62 at most, lane 1 2^48. Few weights are as large as 1, if any: their
+    coarser unit hardly shows in γ.
+
+    A piece that holds NaN, ±Inf or a magnitude from 2^16 on has lanes 0 and 2^49 instead. Of such
+    pieces 32,767 may be added before the sum wraps to what might be one; γ of it is infinite.
+
+    Args:
+        weight: a piece, of any shape, maybe empty; fp32, bf16 or fp64.
+        numel: elements of the whole logical tensor.
+
+    Returns:
+        int64 ``[2]``.
+    """
+    lanes = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    is_counted = torch.ones((), dtype=torch.bool, device=weight.device)
+    for block in _blocks(weight):
+        magnitude = block.abs().to(stats_dtype(weight.dtype))
+        small, large = magnitude < 1, (magnitude >= 1) & (magnitude < MAX_COUNTED)
+        by_lane = ((small, small_units(numel)), (large, large_units(numel)))
+        for lane, (inside, units) in enumerate(by_lane):
+            counted = torch.where(inside, magnitude, 0) * units
+            lanes[lane] += counted.round_().to(torch.int64).sum()
+        is_counted &= (small | large).all()
+    return torch.where(is_counted, lanes, lanes.new_tensor([0, NOT_COUNTED]))
+
+
 def weight_scale(sum_abs: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """γ of a logical weight.
 
     Args:
-        sum_abs: fp64 scalar, Σ|W| over the logical tensor.
+        sum_abs: int64 ``[2]``, ``fixed_point_abs_sum`` of all its pieces, added.
         numel: number of elements of the logical tensor.
-        dtype: of the master weight; γ is rounded to it once.
+        dtype: of the master weight; γ is taken in fp64 and rounded to it once.
     """
-    return _divided(sum_abs, numel).to(dtype).clamp_min(MIN_SCALE)
+    small, large = sum_abs.to(torch.float64).unbind()
+    total = small / small_units(numel) + large / large_units(numel)
+    mean = _divided(total, max(numel, 1)).clamp_min(MIN_SCALE)
+    is_counted = (sum_abs[1] >= 0) & (sum_abs[1] < NOT_COUNTED)
+    return torch.where(is_counted, mean, math.inf).to(dtype)
+
+
+def fixed_point_square_sum(x: Tensor, largest: float, numel: int) -> Tensor:
+    """Σx² in one integer, which is added over the pieces of a tensor in any order and grouping.
+
+    With e the least exponent for which ``largest < 2^e``, each (x · 2^-e)² is rounded to a multiple
+    of 2^-(62-b), b = ceil(log2(numel)), so all of them make 2^62 at most. ``norm_from_fixed_point``
+    is the inverse.
+
+    Args:
+        x: a piece, of any shape, maybe empty; fp32, bf16 or fp64.
+        largest: no |x| of any piece is larger; the same for all. 0 and what is not finite give 0.
+        numel: elements of the whole logical tensor.
+
+    Returns:
+        int64, 0-dimensional.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    if largest == 0 or not math.isfinite(largest):
+        return total
+    for block in _blocks(x):
+        squares = (block.to(torch.float64) * shrink(largest)).square_()
+        total += squares.mul_(small_units(numel)).round_().to(torch.int64).sum()
+    return total
+
+
+def norm_from_fixed_point(total: Tensor, largest: float, numel: int) -> float:
+    """√Σx² from ``fixed_point_square_sum`` of all pieces, added; ``largest`` if not finite."""
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    exponent = _exponent(largest)
+    half = exponent // 2  # in two steps: a norm beyond fp64 becomes infinite and is no error
+    norm = math.sqrt(int(total) / small_units(numel))
+    return norm * math.ldexp(1.0, half) * math.ldexp(1.0, exponent - half)
+
+
+def _blocks(x: Tensor) -> Iterator[Tensor]:
+    return iter(x.reshape(-1).split(BLOCK)) if x.numel() else iter(())
+
+
+def small_units(numel: int) -> float:
+    """Units to one of which ``numel`` times one make 2^62 at most: 2^(62 - ceil(log2(numel)))."""
+    return math.ldexp(1.0, 62 - (max(numel, 1) - 1).bit_length())
+
+
+def large_units(numel: int) -> float:
+    """The same for numbers up to 2^16, in 2^48: so many times fewer that sums tell them apart."""
+    return math.ldexp(small_units(numel), -30)
+
+
+def shrink(largest: float) -> float:
+    """The power of two by which numbers up to ``largest`` are brought below one."""
+    return math.ldexp(1.0, -_exponent(largest))
+
+
+def _exponent(largest: float) -> int:
+    """e with ``largest < 2^e``, and 2^-e a number: what lies far below 2^-1000 counts as zero."""
+    return max(math.frexp(largest)[1], -1000)
 
 
 def ternarize(weight: Tensor, scale: Tensor) -> Tensor:
@@ -73,8 +176,8 @@ def dequantize_product(acc: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: tor
 
 def absmean_scale(weight: Tensor) -> Tensor:
     """γ of an unsharded weight: the reference for the sharded computation."""
-    sum_abs = weight.abs().sum(dtype=torch.float64)
-    return weight_scale(sum_abs, max(weight.numel(), 1), stats_dtype(weight.dtype))
+    numel = weight.numel()
+    return weight_scale(fixed_point_abs_sum(weight, numel), numel, stats_dtype(weight.dtype))
 
 
 def absmean_ternarize(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ runs; beside it stands a fake, which gives the shapes of its results to a tracer
 formula where a gradient makes sense. ``functional`` has the same operations for people.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -148,6 +148,18 @@ def lay_out(codes: Tensor, layout: str) -> Tensor:
     return _fresh(conversion.lay_out(codes, cast(Layout, layout)), codes)
 
 
+@_operation(lambda weight, numel, implementation=None: weight.new_empty(2, dtype=torch.int64))
+def abs_sum(weight: Tensor, numel: int, implementation: str | None = None) -> Tensor:
+    count = weight.numel()
+    return select("abs_sum", weight.device, 1, 1, count, name=implementation).run(weight, numel)
+
+
+@_operation(lambda x, largest, numel, implementation=None: x.new_empty((), dtype=torch.int64))
+def square_sum(x: Tensor, largest: float, numel: int, implementation: str | None = None) -> Tensor:
+    row = select("square_sum", x.device, 1, 1, x.numel(), name=implementation)
+    return row.run(x, largest, numel)
+
+
 @_operation(
     lambda weight, implementation=None: weight.new_empty(
         (), dtype=numerics.stats_dtype(weight.dtype)
@@ -212,6 +224,48 @@ def weight_gradient(
     m, n = grad.shape
     row = select("weight_gradient", grad.device, m, n, x_q.shape[1], name=implementation)
     return row.run(grad, x_q, x_scale, dtype)
+
+
+def _fake_int8_input_gradient(
+    grad: Tensor, data: Tensor, w_scale: Tensor, layout: str, k: int, *rest: object
+) -> Tensor:
+    return grad.new_empty(grad.shape[0], k, dtype=numerics.stats_dtype(grad.dtype))
+
+
+@_operation(_fake_int8_input_gradient)
+def int8_input_gradient(
+    grad: Tensor,
+    data: Tensor,
+    w_scale: Tensor,
+    layout: str,
+    k: int,
+    seed: int,
+    implementation: str | None = None,
+) -> Tensor:
+    m, n = grad.shape
+    row = select("int8_input_gradient", grad.device, m, n, k, name=implementation)
+    return row.run(grad, data, layout, k, w_scale, seed)
+
+
+def _fake_int8_weight_gradients(
+    grads: Sequence[Tensor], x_q: Tensor, *rest: object
+) -> list[Tensor]:
+    k = x_q.shape[1]
+    return [g.new_empty(g.shape[1], k, dtype=numerics.stats_dtype(g.dtype)) for g in grads]
+
+
+@_operation(_fake_int8_weight_gradients)
+def int8_weight_gradients(
+    grads: Sequence[Tensor],
+    x_q: Tensor,
+    x_scale: Tensor,
+    seed: int,
+    implementation: str | None = None,
+) -> list[Tensor]:
+    m, k = x_q.shape
+    n = sum(grad.shape[1] for grad in grads)
+    row = select("int8_weight_gradients", x_q.device, m, n, k, name=implementation)
+    return row.run(grads, x_q, x_scale, seed)
 
 
 def _fake_bit_linear(x: Tensor, latent: Tensor) -> tuple[Tensor, ...]:

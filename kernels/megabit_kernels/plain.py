@@ -4,10 +4,12 @@ Weights are int8 codes ``[N, K]`` here. An integer product may go through floati
 no sum leaves the range in which the dtype counts exactly.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from megabit_kernels import numerics
+from megabit_kernels import numerics, stochastic
 from megabit_kernels.conversion import Layout, lay_out, unpack
 from megabit_kernels.epilogue import Epilogue, finish
 
@@ -84,6 +86,42 @@ def weight_gradient(grad: Tensor, x_q: Tensor, x_scale: Tensor, dtype: torch.dty
     """dW = (dY · s)ᵀ · x_q, with operands in ``dtype``."""
     scaled = (grad * x_scale).to(dtype)
     return torch.mm(scaled.t(), x_q.to(dtype))
+
+
+Int8Product = Callable[[Tensor, Tensor, int, Epilogue | None], Tensor]
+"""int8 ``[M, K]`` × int8 ``[N, K]`` → ``[M, N]``, as the functions above."""
+
+
+def int8_input_gradient(
+    grad: Tensor,
+    data: Tensor,
+    layout: Layout,
+    k: int,
+    w_scale: Tensor,
+    seed: int,
+    product: Int8Product = fp32_int8_product,
+) -> Tensor:
+    """dX of dY rounded to int8, one scale for each token."""
+    grad_q, scale = stochastic.quantize_rows(grad, stochastic.key_of(seed, 0))
+    codes_t = unpack(data, layout, grad.shape[1], k, torch.int8).t().contiguous()
+    return product(grad_q, codes_t, k, Epilogue(scale, w_scale, scale.dtype))
+
+
+def int8_weight_gradients(
+    grads: Sequence[Tensor],
+    x_q: Tensor,
+    x_scale: Tensor,
+    seed: int,
+    product: Int8Product = fp32_int8_product,
+) -> list[Tensor]:
+    """dW of each dY · s rounded to int8, one scale for each of its columns."""
+    x_t, results = x_q.t().contiguous(), []
+    one = x_scale.new_ones(())
+    for i, grad in enumerate(grads):
+        key = stochastic.key_of(seed, 1 + i)
+        z_t, scale = stochastic.quantize_columns(grad, x_scale, key)
+        results.append(product(z_t, x_t, x_q.shape[1], Epilogue(scale, one, scale.dtype)))
+    return results
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,14 @@
 """``megabit bench``: measure this machine."""
 
+import os
 import sys
+from typing import Annotated
 
 import typer
+
+from megabit.cli.arguments import Settings
+from megabit.config import load_config
+from megabit.errors import UserError
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -12,6 +18,8 @@ def bench() -> None:
     """Measure this machine, beside what others use on it.
 
     Example: megabit bench kernels --quick
+
+    Example: megabit bench train examples/model/tiny.yaml --steps 4
     """
 
 
@@ -26,3 +34,60 @@ def kernels(context: typer.Context) -> None:
     from megabit_kernels.benchmark.command import main
 
     sys.exit(main(context.args, "megabit bench kernels"))
+
+
+@app.command("train")
+def train(
+    settings: Settings = None,
+    nproc: Annotated[
+        int, typer.Option(help="Ranks on this host, one thread each; they talk over gloo.", min=1)
+    ] = 1,
+    steps: Annotated[
+        int, typer.Option(help="Optimizer steps to time, after two that do not count.", min=1)
+    ] = 8,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Profile one more step of everyone: where it goes.")
+    ] = False,
+) -> None:
+    """Time training steps of a configuration beside the same model in plain torch.
+
+    Takes the SETTINGS that megabit train takes, and random tokens instead of data. Baselines are
+    one process each: dense layers, and fake-quantized ones as Hugging Face's AutoBitLinear has
+    them, in fp32 and in bf16. They take turns step by step, with the configuration too if it is one
+    process. Runs on this host's CPU.
+
+    Example: megabit bench train examples/model/tiny.yaml parallel.tp=2 --nproc 2
+    """
+    config = load_config(settings or [], nproc)
+    if config.run.device == "cuda":
+        raise UserError("run.device: megabit bench train measures on the CPU; use cpu or auto")
+    # Read when torch is imported: its profiler is not to tell on stderr when it begins and ends.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+    from megabit.benchmark.console import run_and_report
+
+    run_and_report(config, nproc, steps, breakdown)
+
+
+@app.command("overlap")
+def overlap(
+    share: Annotated[
+        float,
+        typer.Option(
+            help="Of a microbatch's backward pass that reducing the gradients alone is to take.",
+            min=0.05,
+            max=1.0,
+        ),
+    ] = 0.7,
+    steps: Annotated[int, typer.Option(help="Steps to time, after two warm-up ones.", min=1)] = 7,
+) -> None:
+    """Show how much of the gradients' reduction is hidden behind backward, on a slow link.
+
+    Two data-parallel ranks in network namespaces of this host, joined by a link of limited
+    bandwidth. Needs Linux, root, ip and tc; says so where they are missing.
+
+    Example: megabit bench overlap --share 0.5
+    """
+    from megabit.benchmark.overlap import report
+
+    report(share, steps)

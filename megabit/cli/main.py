@@ -16,7 +16,8 @@ app = typer.Typer(
     help=(
         "Train BitNet b1.58 (ternary) language models with tensor, pipeline and data parallelism."
         "\n\n"
-        "All but bench take SETTINGS: YAML files and key=value pairs, merged from left to right."
+        "All but bench kernels and bench overlap take SETTINGS: YAML files and key=value pairs, "
+        "merged from left to right."
     ),
     no_args_is_help=True,
     add_completion=False,

@@ -9,7 +9,7 @@ from megabit.config import load_config
 from megabit.errors import UserError
 
 if TYPE_CHECKING:
-    from megabit.training.parity import Difference
+    from megabit.training.parity import Difference, Tolerance
 
 
 def parity(
@@ -36,6 +36,9 @@ def parity(
     with 1 if a difference exceeds the tolerance of the configured precision. Runs on this host's
     CPU.
 
+    With parallel.exact=full nothing may differ: after all steps every master weight, moment and
+    code is compared bit by bit.
+
     Example: megabit parity examples/model/tiny.yaml --layouts tp=2 pp=2 dp=2 tp=2,pp=2
     """
     from megabit.training.parity import Layout, Tolerance, compare_layouts
@@ -61,7 +64,8 @@ def parity(
     def report(difference: "Difference") -> None:
         if not tolerance.allows(difference):
             failed.append(difference.layout)
-        print(_row(difference, "ok" if tolerance.allows(difference) else "EXCEEDS"), flush=True)
+        good = "identical" if difference.is_identical else "ok"
+        print(_row(difference, good if tolerance.allows(difference) else "EXCEEDS"), flush=True)
 
     print(
         f"Each layout against one process, {config.precision.compute}, {config.model.linear}; "
@@ -69,15 +73,25 @@ def parity(
     )
     print(HEADER, flush=True)
     compare_layouts(config, chosen, steps, report)
+    if tolerance.is_identical:
+        print(
+            "Tolerance: none. identical: all losses and gradient norms, the first gradients, and "
+            "after the last step all master weights, moments and codes are bit-equal"
+        )
+    else:
+        _print_tolerance(tolerance)
+    if failed:
+        print("Exceeded at: " + "; ".join(map(str, failed)))
+        sys.exit(1)
+
+
+def _print_tolerance(tolerance: "Tolerance") -> None:
     print(
         f"Tolerance: first loss {tolerance.loss:.0e}, gradients and norm {tolerance.gradient:.0e}, "
         f"later loss {tolerance.last_loss:.0e}, weights {tolerance.weight:.0e}, "
         f"codes changed {tolerance.codes:.1%}"
         + (", forward bit-equal" if tolerance.forward_is_bit_equal else "")
     )
-    if failed:
-        print("Exceeded at: " + "; ".join(map(str, failed)))
-        sys.exit(1)
 
 
 HEADER = (

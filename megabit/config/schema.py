@@ -52,17 +52,28 @@ class ParallelConfig:
     layers_per_stage: list[int] | None = None
     """Decoder layers on each stage, first to last; default: as even as possible."""
     bucket_mb: float = 25.0
-    """Size of a gradient bucket, the unit of data-parallel reduction, in MiB."""
+    """Gradients that travel together over DP, in MiB; at more than 8 DP ranks in proportion more,
+    so that what each rank sends to each other stays large enough for the network."""
+    row_reduce: Literal["int32", "exact16"] = "int32"
+    """How row-parallel layers add integers over TP. ``exact16`` sends int16, checks that all fit
+    and else sends int32: half the bytes or less, the same result."""
+    exact: Literal["forward", "full"] = "forward"
+    """What is bit-equal at every layout: the forward pass, or the whole training (slower; see
+    docs/architecture.md)."""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Number formats. Master weights, moments and gradients are fp32 (fp64 if compute is)."""
+    """Number formats. Master weights, moments and sums of gradients are fp32 (fp64 if compute
+    is)."""
 
     compute: Literal["float32", "bfloat16", "float64"] = "float32"
     """Activations and dense products. ``float64`` is for parity checks only: it is slow."""
-    ternary_backward: Literal["compute", "bfloat16"] = "compute"
-    """Operands of a ternary layer's two backward products; the forward product is always int8."""
+    ternary_backward: Literal["compute", "bfloat16", "int8"] = "compute"
+    """Operands of a ternary layer's two backward products; the forward product is always int8.
+    ``int8`` rounds gradients stochastically: fastest on a CPU, and noisier."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """Gradients on the wire over DP. Ranks add them up in fp32 either way."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +112,14 @@ class TrainConfig:
     """Samples of an evaluation during training; the final one always uses every token."""
     save_interval: int = 0
     """Steps between checkpoints; 0: only at the end and when stopped."""
+    hidden_dropout: float = 0.0
+    """Share of the embedding's and of each attention and feed-forward layer's outputs that is
+    zeroed in training."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again to save memory: ``selective`` attention and elementwise work,
+    ``full`` all of a layer but its row-parallel products."""
+    recompute_layers: list[int] | None = None
+    """Layers that recompute, by number; default: all."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +139,9 @@ class OptimConfig:
     eps: float = 1e-8
     clip_grad_norm: float = 1.0
     """Global L2 norm that gradients are scaled down to; 0: no clipping."""
+    zero_stage: int = 1
+    """What DP ranks share out. 0: nothing; 1: master weights and moments; 2: sums of gradients as
+    well, at the price of a reduction in each microbatch."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ def find_problems(config: Config, world_size: int | None = None) -> list[str]:
         *_parallel(config, world_size),
         *_train(config),
         *_optim(config),
+        *_exact(config, world_size),
     ]
 
 
@@ -175,13 +176,35 @@ def _train(config: Config) -> Iterator[str]:
             f"train.global_batch_size: {train.global_batch_size} is not a multiple of "
             f"train.micro_batch_size={train.micro_batch_size}"
         )
+    if not 0 <= train.hidden_dropout < 1:
+        yield f"train.hidden_dropout: must be at least 0 and below 1, not {train.hidden_dropout}"
+    layers = config.model.num_hidden_layers
+    if train.recompute_layers is not None:
+        if train.recompute == "none":
+            yield "train.recompute_layers: has no effect with train.recompute=none"
+        wrong = [layer for layer in train.recompute_layers if not 0 <= layer < layers]
+        if wrong:
+            yield f"train.recompute_layers: {wrong} are not among the layers 0 to {layers - 1}"
     if not 0 < data.held_out_fraction < 1:
         yield f"data.held_out_fraction: must lie between 0 and 1, not {data.held_out_fraction}"
     if os.path.normpath(data.dir) == os.path.normpath(config.run.dir):
         yield f"run.dir: {config.run.dir} is data.dir as well; give the run a folder of its own"
     precision = config.precision
-    if precision.ternary_backward == "bfloat16" and config.model.linear == "dense":
+    if precision.ternary_backward != "compute" and config.model.linear == "dense":
         yield "precision.ternary_backward: has no effect with model.linear=dense; use 'compute'"
+    if config.parallel.row_reduce != "int32" and config.model.linear == "dense":
+        yield "parallel.row_reduce: has no effect with model.linear=dense; use int32"
+    if precision.compute == "float64":
+        if precision.ternary_backward == "int8":
+            yield "precision.ternary_backward: int8 rounds, precision.compute=float64 is for checks"
+        if precision.gradients != "float32":
+            yield "precision.gradients: bfloat16 rounds, precision.compute=float64 is for checks"
+    tokens = train.micro_batch_size * data.seq_length
+    if precision.ternary_backward == "int8" and tokens > 131_072:
+        yield (
+            f"precision.ternary_backward: int8 adds at most 131072 tokens exactly, not {tokens} "
+            "(train.micro_batch_size · data.seq_length)"
+        )
     if precision.ternary_backward == "bfloat16" and precision.compute != "float32":
         yield (
             "precision.ternary_backward: bfloat16 is a saving only where "
@@ -202,12 +225,58 @@ def _optim(config: Config) -> Iterator[str]:
             yield f"{key}: must not be negative, not {values}"
     if len(optim.betas) == 2 and max(optim.betas) >= 1:
         yield f"optim.betas: must be below 1, not {optim.betas}"
+    if optim.zero_stage not in (0, 1, 2):
+        yield f"optim.zero_stage: must be 0, 1 or 2, not {optim.zero_stage}"
     if not 0 <= optim.switch <= 1:
         yield f"optim.switch: must lie between 0 and 1, not {optim.switch}"
     if optim.eps <= 0:
         yield f"optim.eps: must be greater than 0, not {optim.eps}"
     if len(optim.lr) == 2 and not 0 <= optim.min_lr <= min(optim.lr):
         yield f"optim.min_lr: must lie between 0 and the smallest of optim.lr={optim.lr}"
+
+
+def _exact(config: Config, world_size: int | None) -> Iterator[str]:
+    """What layout-exact training asks for."""
+    model, parallel, train = config.model, config.parallel, config.train
+    if parallel.exact != "full":
+        return
+    if model.linear == "dense":
+        yield "parallel.exact: full is for ternary models; model.linear=dense adds floats over TP"
+    if config.optim.zero_stage == 2:
+        yield (
+            "optim.zero_stage: 2 adds the gradients of ranks in each microbatch, which "
+            "parallel.exact=full cannot; use 0 or 1"
+        )
+    if config.precision.gradients != "float32":
+        yield "precision.gradients: parallel.exact=full needs float32: one process rounds nothing"
+    blocks = _power_of_two(model.num_attention_heads)
+    if blocks % parallel.tp:
+        yield (
+            f"parallel.tp: parallel.exact=full adds in {blocks} blocks for "
+            f"model.num_attention_heads={model.num_attention_heads}; "
+            f"use one of {_listed(divisors(blocks))}"
+        )
+    tokens = train.micro_batch_size * config.data.seq_length
+    if tokens % blocks:
+        yield (
+            f"train.micro_batch_size: parallel.exact=full cuts a microbatch into {blocks} blocks, "
+            f"which do not divide its {tokens} tokens"
+        )
+    microbatches = train.global_batch_size // train.micro_batch_size
+    blocks = _power_of_two(microbatches)
+    if world_size is not None and world_size % (parallel.tp * parallel.pp) == 0:
+        dp = world_size // (parallel.tp * parallel.pp)
+        if blocks % dp:
+            yield (
+                f"world size: parallel.exact=full adds the {microbatches} microbatches of a step "
+                f"in {blocks} blocks, which dp={dp} does not divide; use one of "
+                f"{_listed(divisors(blocks))}"
+            )
+
+
+def _power_of_two(count: int) -> int:
+    """The largest one up to 8 that divides ``count``."""
+    return next(power for power in (8, 4, 2, 1) if count % power == 0)
 
 
 def _listed(values: list[int]) -> str:

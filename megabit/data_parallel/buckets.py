@@ -1,108 +1,172 @@
-"""Gradients in flat fp32 buckets, summed over data-parallel ranks while backward still runs.
+"""The gradients of a stage: added up in flat buckets, reduced over DP while backward still runs.
 
-Every parameter's ``grad`` is a view into a bucket (its ``main_grad``), so autograd accumulates
-microbatches straight into what is sent. Buckets are filled in the order in which backward passes
-finish: last parameters first. In the last microbatch, a bucket's all-reduce starts as soon as its
-last gradient is there. All ranks of a DP group hold the same parameters and run the same backward
-pass, so they start the same buckets in the same order.
+Every parameter hands its gradient of a microbatch to its bucket (``ShardedParameter.collect``).
+When the last tensor of a bucket has its last gradient, the bucket's parts travel to the ranks that
+they are for (an all-to-all, in fp32 or bf16), and each rank adds what it gets in fp32, as a tree:
+a reduce-scatter. All ranks of a DP group hold the same tensors and run the same backward pass, so
+they start the same buckets in the same order.
+
+``zero_stage`` 2 does that in every microbatch and adds up only its own part; what travels is a
+buffer that is given back. ``zero_stage`` 0 gathers the parts again, so that each rank has all sums.
+
+In layout-exact training the microbatches of the global batch are cut into fixed blocks. A rank adds
+those of a block one after the other, and blocks in a tree (``reduce.tree_sum``), of which the sums
+of ranks are subtrees.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megabit.mesh import Axis
-from megabit.reduce import start_all_reduce
-from megabit.tensor_parallel import ShardedParameter
+from megabit.data_parallel.layout import BucketLayout, Slot
+from megabit.mesh import ParallelMesh
+from megabit.reduce import (
+    Pending,
+    all_gather,
+    all_reduce,
+    start_all_to_all,
+    tree_sum,
+)
 
-MIB = 2**20
+MAX_IN_FLIGHT = 2
+"""Buffers of stage 2 that travel at a time."""
 
 
 @dataclass
 class Bucket:
-    """One flat buffer and the gradients in it."""
+    """A bucket and what is in it."""
 
-    flat: Tensor
-    num_parameters: int
-    waiting_for: int = 0
-    """Gradients that the last microbatch has yet to complete."""
-    work: dist.Work | None = None
+    layout: BucketLayout
+    sums: Tensor | None = None
+    """``[ranks, part]``: the microbatches of the present block."""
+    blocks: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Sums of earlier blocks: of 2^level blocks each, by falling level."""
+    gradients: int = 0
+    """How many have been handed over in this step."""
+    travelling: Pending | None = None
+    total: Tensor | None = None
+    """``[held parts, part]``, once the step's gradients are complete: what this rank updates."""
 
 
 @dataclass
 class GradientBuckets:
-    """The gradients of a stage. ``parameters`` are given in the order of the forward pass."""
+    """The gradients of a stage on one rank.
 
-    buckets: list[Bucket] = field(default_factory=list)
-    dp: Axis = field(default_factory=lambda: Axis.single("dp"))
-    _is_last_backward: bool = False
+    Args:
+        reduces_each_microbatch: zero_stage 2.
+        gathers_sums: zero_stage 0.
+        blocks_per_step: of this rank's microbatches; more than 1 in layout-exact training only.
+    """
 
-    @staticmethod
-    def create(
-        parameters: Iterable[ShardedParameter], dp: Axis, bucket_mb: float
-    ) -> "GradientBuckets":
-        """Allocate the buckets and let every parameter's ``grad`` point into one.
+    buckets: list[Bucket]
+    mesh: ParallelMesh
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    reduces_each_microbatch: bool = False
+    gathers_sums: bool = False
+    blocks_per_step: int = 1
+    _microbatches: int = 0
+    _in_flight: deque[Bucket] = field(default_factory=deque)
 
-        Args:
-            bucket_mb: MiB at which a bucket is closed; a larger parameter has one of its own.
-        """
-        gradients = GradientBuckets(dp=dp)
-        group: list[ShardedParameter] = []
-        size = 0
-        for parameter in reversed(list(parameters)):
-            num_bytes = parameter.numel() * parameter.element_size()
-            if group and size + num_bytes > bucket_mb * MIB:
-                gradients._add_bucket(group)
-                group, size = [], 0
-            group.append(parameter)
-            size += num_bytes
-        if group:
-            gradients._add_bucket(group)
-        return gradients
-
-    def _add_bucket(self, parameters: list[ShardedParameter]) -> None:
-        first = parameters[0]
-        flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
-        )
-        bucket = Bucket(flat, len(parameters))
-        views = flat.split([p.numel() for p in parameters])
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.grad = view.view_as(parameter)
-            parameter.register_post_accumulate_grad_hook(lambda _, b=bucket: self._on_gradient(b))
-        self.buckets.append(bucket)
-
-    def zero(self) -> None:
-        """Before the first backward pass of a step."""
+    def collect(self) -> None:
+        """Take over the gradients of all parameters."""
         for bucket in self.buckets:
-            bucket.flat.zero_()
+            for slot in bucket.layout.slots:
+                slot.parameter.collect(partial(self._add, bucket, slot))
 
-    def expect_last_backward(self) -> None:
-        """The next backward pass completes the gradients: reduce each bucket as it fills."""
-        self._is_last_backward = True
+    def begin_step(self, microbatches: int) -> None:
+        """Before the first backward pass of a step with so many of them on this rank."""
+        self._microbatches = microbatches
         for bucket in self.buckets:
-            bucket.waiting_for = bucket.num_parameters
+            bucket.gradients, bucket.total, bucket.travelling = 0, None, None
+            bucket.blocks.clear()
+            if bucket.sums is not None:
+                bucket.sums.zero_()
+        self._in_flight.clear()
 
     def finish(self) -> None:
-        """Wait until every bucket holds the sum over DP."""
-        if not self._is_last_backward:
-            raise RuntimeError("no backward pass was announced as the last one")
-        self._is_last_backward = False
+        """Wait until ``total`` of every bucket is there; collective over DP."""
         for bucket in self.buckets:
-            if bucket.waiting_for:
+            expected = self._microbatches * bucket.layout.gradients
+            if bucket.gradients != expected:
                 raise RuntimeError(
-                    f"{bucket.waiting_for} parameters had no gradient in the last backward pass"
+                    f"{bucket.gradients} of {expected} gradients were handed over to the bucket of "
+                    f"{bucket.layout.slots[0].name}"
                 )
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            self._receive(bucket)
+        self._in_flight.clear()
+        if self.gathers_sums and self.mesh.dp.size > 1:
+            for bucket in self.buckets:
+                assert bucket.total is not None
+                bucket.total = all_gather(bucket.total, self.mesh.dp, "weight gradients")
 
-    def _on_gradient(self, bucket: Bucket) -> None:
-        if not self._is_last_backward:
+    def _add(self, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
+        layout = bucket.layout
+        if bucket.sums is None:
+            shape = (layout.ranks, layout.part)
+            bucket.sums = torch.zeros(shape, dtype=self.dtype, device=gradient.device)
+        layout.add(bucket.sums, slot, gradient)
+        bucket.gradients += 1
+        microbatches, rest = divmod(bucket.gradients, layout.gradients)
+        if rest:
             return
-        bucket.waiting_for -= 1
-        if bucket.waiting_for == 0:
-            bucket.work = start_all_reduce(bucket.flat, self.dp)
+        if microbatches == self._microbatches or self._is_reduced_now(bucket):
+            self._send(bucket)
+        elif microbatches % (self._microbatches // self.blocks_per_step) == 0:
+            self._end_block(bucket)
+
+    def _is_reduced_now(self, bucket: Bucket) -> bool:
+        """In each microbatch; gains are too small to be worth it."""
+        return self.reduces_each_microbatch and bucket.layout.kind in ("ternary", "matrix")
+
+    def _end_block(self, bucket: Bucket) -> None:
+        """Put the block that is complete into the tree, and begin another."""
+        assert bucket.sums is not None
+        level, total = 0, bucket.sums
+        while bucket.blocks and bucket.blocks[-1][0] == level:
+            total = bucket.blocks.pop()[1].add_(total)
+            level += 1
+        bucket.blocks.append((level, total))
+        bucket.sums = None
+
+    def _send(self, bucket: Bucket) -> None:
+        if self.blocks_per_step > 1:
+            self._end_block(bucket)
+            ((_, bucket.sums),) = bucket.blocks  # a power of two of blocks is one tree
+            bucket.blocks.clear()
+        assert bucket.sums is not None
+        if bucket.layout.kind == "partial gain":
+            all_reduce(bucket.sums, self.mesh.tp, purpose="weight gradients")
+        if self.mesh.dp.size == 1:
+            bucket.total = bucket.sums
+            return
+        outgoing = bucket.sums.to(self.wire_dtype)
+        if self._is_reduced_now(bucket):
+            bucket.sums = None
+            self._receive(bucket)
+            while len(self._in_flight) >= MAX_IN_FLIGHT:
+                self._receive(self._in_flight.popleft())
+            self._in_flight.append(bucket)
+        bucket.travelling = start_all_to_all(outgoing, self.mesh.dp, "weight gradients")
+
+    def _receive(self, bucket: Bucket) -> None:
+        """Add up what has come from all ranks, if something is under way."""
+        if bucket.travelling is None:
+            return
+        received, bucket.travelling = bucket.travelling.wait(), None
+        own = tree_sum(received.to(self.dtype)).unsqueeze(0)
+        bucket.total = own if bucket.total is None else bucket.total.add_(own)
+
+
+def tied_totals(buckets: Sequence[Bucket], parameter: object) -> Tensor:
+    """The view ``[held parts, elements]`` of ``parameter``'s rows in the total of its bucket."""
+    for bucket in buckets:
+        for slot in bucket.layout.slots:
+            if slot.parameter is parameter:
+                assert bucket.total is not None
+                return bucket.total[:, slot.offset : slot.offset + slot.size]
+    raise KeyError("the parameter is in no bucket")

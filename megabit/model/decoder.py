@@ -6,47 +6,109 @@ Tokens of a microbatch are flattened: ``T = B · S`` rows, of which a rank holds
 layers.
 """
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
 from megabit.config import Config, ModelConfig
 from megabit.mesh import ParallelMesh
 from megabit.model.attention import Attention
+from megabit.model.dropout import Dropout
 from megabit.model.initialize import initialize
 from megabit.model.mlp import MLP
 from megabit.model.norm import RMSNorm
+from megabit.model.recompute import recomputed
 from megabit.model.rope import RotaryEmbedding
 from megabit.pipeline.layout import StageLayout, stage_layouts
 from megabit.tensor_parallel import (
+    PLAIN,
     BlockPartition,
     ColumnParallelLinear,
+    ForwardPass,
     LayerContext,
+    Noise,
     ShardedParameter,
     Span,
+    TernaryLayer,
     VocabParallelEmbedding,
     enter_column_parallel,
     ternarize_layers,
     ternary_layers,
+    tree_blocks,
     vocab_parallel_cross_entropy,
     vocab_parallel_logits,
     whole,
 )
 
 
-class DecoderLayer(nn.Module):
-    """``[t, H]`` → ``[t, H]``."""
+@dataclass(frozen=True)
+class LayerTraining:
+    """What layers do in training only."""
 
-    def __init__(self, model: ModelConfig, context: LayerContext) -> None:
+    hidden_dropout: float = 0.0
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_layers: tuple[int, ...] | None = None
+    """Layers of the whole model that recompute; None: all."""
+
+    @staticmethod
+    def of(config: Config) -> "LayerTraining":
+        """As configured."""
+        train = config.train
+        layers = train.recompute_layers
+        return LayerTraining(
+            train.hidden_dropout, train.recompute, None if layers is None else tuple(layers)
+        )
+
+    def recompute_of(self, layer: int) -> Literal["none", "selective", "full"]:
+        """What ``layer`` recomputes."""
+        chosen = self.recompute_layers is None or layer in self.recompute_layers
+        return self.recompute if chosen else "none"
+
+
+class DecoderLayer(nn.Module):
+    """``[t, H]`` → ``[t, H]``.
+
+    Args:
+        index: of the layer in the whole model.
+    """
+
+    def __init__(
+        self, model: ModelConfig, index: int, training: LayerTraining, context: LayerContext
+    ) -> None:
         super().__init__()
         hidden = _replicated(model.hidden_size, context)
+        self.recompute = training.recompute_of(index)
         self.input_layernorm = RMSNorm(hidden, model.rms_norm_eps, context)
         self.self_attn = Attention(model, context)
         self.post_attention_layernorm = RMSNorm(hidden, model.rms_norm_eps, context)
         self.mlp = MLP(model, context)
+        self.dropouts = [
+            Dropout(training.hidden_dropout, f"layers.{index}.{part}", context)
+            for part in ("self_attn", "mlp")
+        ]
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, batch)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: int,
+        forward_pass: ForwardPass = PLAIN,
+    ) -> Tensor:
+        selective = self.recompute == "selective" and torch.is_grad_enabled()
+
+        def compute(x: Tensor, forward_pass: ForwardPass) -> Tensor:
+            after_attention, after_mlp = self.dropouts
+            h = self.input_layernorm(x, forward_pass)
+            y = self.self_attn(h, rope, batch, forward_pass, selective)
+            x = x + after_attention(y, forward_pass)
+            y = self.mlp(self.post_attention_layernorm(x, forward_pass), forward_pass, selective)
+            return x + after_mlp(y, forward_pass)
+
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return recomputed(compute, (x,), forward_pass)
+        return compute(x, forward_pass)
 
 
 class DecoderStage(nn.Module):
@@ -58,6 +120,7 @@ class DecoderStage(nn.Module):
         layout: StageLayout,
         rows: Span,
         max_length: int,
+        training: LayerTraining,
         context: LayerContext,
     ) -> None:
         super().__init__()
@@ -66,7 +129,10 @@ class DecoderStage(nn.Module):
             if tied_copy:  # counted once, by the first stage
                 rows = rows.owning(rows.start, rows.start)
             self.embed_tokens = VocabParallelEmbedding(rows, model.hidden_size, context)
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(model, context) for i in layout.layers})
+        self.embedding_dropout = Dropout(training.hidden_dropout, "embed_tokens", context)
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(model, i, training, context) for i in layout.layers}
+        )
         if layout.head:
             hidden = _replicated(model.hidden_size, context)
             self.norm = RMSNorm(hidden, model.rms_norm_eps, context)
@@ -81,19 +147,37 @@ class CausalLMStage(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, layout: StageLayout, max_length: int, context: LayerContext
+        self,
+        model: ModelConfig,
+        layout: StageLayout,
+        max_length: int,
+        context: LayerContext,
+        training: LayerTraining | None = None,
     ) -> None:
         super().__init__()
+        training = training or LayerTraining()
         self.layout = layout
         self.context = context
         tp = context.tp
         partition = BlockPartition(model.vocab_size, model.num_attention_heads)
         self.vocab_rows = partition.span(tp.rank, tp.size)
-        self.model = DecoderStage(model, layout, self.vocab_rows, max_length, context)
+        self.model = DecoderStage(model, layout, self.vocab_rows, max_length, training, context)
         if layout.head and not model.tie_word_embeddings:
             self.lm_head = ColumnParallelLinear(model.hidden_size, self.vocab_rows, context)
         self.is_tied = model.tie_word_embeddings
         self.hidden_size = model.hidden_size
+        for name, module in self.named_modules():
+            if isinstance(module, TernaryLayer):
+                module.name = name
+        # In a list, since a module would take it for a parameter of its own.
+        self._head_uses: list[ShardedParameter] = []
+        weight = self.embedding_weight
+        if self.is_tied and layout.embedding and layout.head:
+            assert weight is not None
+            if context.tree_blocks is None:
+                weight.uses = 2
+            else:
+                self._head_uses.append(weight.second_use())
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -105,23 +189,38 @@ class CausalLMStage(nn.Module):
         embedding = getattr(self.model, "embed_tokens", None)
         return None if embedding is None else embedding.weight
 
+    @property
+    def head_use(self) -> ShardedParameter | None:
+        """The embedding's values once more, as the tied head's weight: in layout-exact training
+        where both are on this stage. Else the head's gradient would be added to the embedding's
+        after each microbatch, and not, as between two stages, after the last one."""
+        return self._head_uses[0] if self._head_uses else None
+
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
         """Shape ``[t, H]`` of what goes between stages for a microbatch ``[batch, length]``."""
         ranks = self.context.tp.size if self.context.sequence_parallel else 1
         return batch * length // ranks, self.hidden_size
 
-    def forward(self, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, hidden: Tensor | None = None, noise: Noise | None = None
+    ) -> Tensor:
         """Hidden states ``[t, H]`` after this stage's layers.
 
         Args:
             tokens: int64 ``[B, S]``, read by the first stage; others take their shape only.
             hidden: ``[t, H]`` from the stage before; None on the first stage.
+            noise: of this microbatch, in training.
         """
         batch, length = tokens.shape
-        x = self.model.embed_tokens(tokens.flatten()) if hidden is None else hidden
+        forward_pass = ForwardPass(noise)
+        if hidden is None:
+            x = self.model.embed_tokens(tokens.flatten())
+            x = self.model.embedding_dropout(x, forward_pass)
+        else:
+            x = hidden
         rope = self.model.rope.tables(length, x.dtype)
         for layer in self.model.layers.values():
-            x = layer(x, rope, batch)
+            x = layer(x, rope, batch, forward_pass)
         return x
 
     def ternarize(self) -> None:
@@ -141,7 +240,9 @@ class CausalLMStage(nn.Module):
         """``[t, H]`` → ``[T, v]``, this rank's part of the vocabulary."""
         values = enter_column_parallel(self.model.norm(hidden).values, self.context)
         weight = self.model.embed_tokens.weight if self.is_tied else self.lm_head.weight
-        return vocab_parallel_logits(values, weight, self.vocab_rows)
+        if self.head_use is not None:
+            weight = self.head_use
+        return vocab_parallel_logits(values, weight, self.vocab_rows, self.context)
 
     def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
         """Sum of the cross-entropy over the target tokens that ``mask`` keeps, in nats.
@@ -160,7 +261,13 @@ def build_stage(config: Config, mesh: ParallelMesh) -> CausalLMStage:
         config.model.num_hidden_layers, config.parallel.pp, config.parallel.layers_per_stage
     )
     context = layer_context(config, mesh)
-    stage = CausalLMStage(config.model, layouts[mesh.pp.rank], config.data.seq_length, context)
+    stage = CausalLMStage(
+        config.model,
+        layouts[mesh.pp.rank],
+        config.data.seq_length,
+        context,
+        LayerTraining.of(config),
+    )
     initialize(stage, config.train.seed, config.model.initializer_range)
     return stage
 
@@ -177,6 +284,7 @@ def num_parameters(model: ModelConfig) -> int:
 def layer_context(config: Config, mesh: ParallelMesh) -> LayerContext:
     compute = getattr(torch, config.precision.compute)
     backward = config.precision.ternary_backward
+    is_exact = config.parallel.exact == "full"
     return LayerContext(
         tp=mesh.tp,
         device=mesh.device,
@@ -184,6 +292,8 @@ def layer_context(config: Config, mesh: ParallelMesh) -> LayerContext:
         master_dtype=torch.promote_types(compute, torch.float32),
         ternary_backward_dtype=compute if backward == "compute" else getattr(torch, backward),
         sequence_parallel=config.parallel.sequence_parallel,
+        row_reduce=config.parallel.row_reduce,
+        tree_blocks=tree_blocks(config.model.num_attention_heads) if is_exact else None,
     )
 
 

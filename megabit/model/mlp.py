@@ -8,7 +8,8 @@ from torch.autograd import Function
 from megabit.config import ModelConfig
 from megabit.model.linear import linear_types
 from megabit.model.norm import Normalized, RMSNorm
-from megabit.tensor_parallel import BlockPartition, LayerContext
+from megabit.model.recompute import recomputed
+from megabit.tensor_parallel import PLAIN, BlockPartition, ForwardPass, LayerContext
 from megabit_kernels import numerics
 
 
@@ -26,11 +27,20 @@ class MLP(nn.Module):
         self.ffn_sub_norm = RMSNorm(columns, model.rms_norm_eps, context)
         self.down_proj = row(columns, model.hidden_size, context)
 
-    def forward(self, x: Normalized) -> Tensor:
-        gate, up = self.gate_proj.forward_together([self.gate_proj, self.up_proj], *x)
+    def forward(
+        self, x: Normalized, forward_pass: ForwardPass = PLAIN, selective: bool = False
+    ) -> Tensor:
+        """``selective``: keep gate and up only, and compute what follows again backward."""
+        layers = [self.gate_proj, self.up_proj]
+        gate, up = self.gate_proj.forward_together(layers, *x, forward_pass)
+        if selective:
+            return recomputed(self._finish, (gate, up), forward_pass)
+        return self._finish(gate, up, forward_pass)
+
+    def _finish(self, gate: Tensor, up: Tensor, forward_pass: ForwardPass) -> Tensor:
         glu = _Relu2Glu if self.hidden_act == "relu2" else _SwiGlu
-        y = glu.apply(gate, up)
-        return self.down_proj(*self.ffn_sub_norm(y))
+        y = self.ffn_sub_norm(glu.apply(gate, up), forward_pass)
+        return self.down_proj(*y, forward_pass)
 
 
 class _SwiGlu(Function):

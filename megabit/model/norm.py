@@ -13,8 +13,16 @@ from torch.autograd import Function
 
 from megabit.apex import fused_rms_norm
 from megabit.mesh import Axis
-from megabit.reduce import gather_blocks, sum_blocks
-from megabit.tensor_parallel import LayerContext, Shard, ShardedParameter, Span, reduce_blocks
+from megabit.reduce import gather_blocks, sum_blocks, tree_sum
+from megabit.tensor_parallel import (
+    PLAIN,
+    ForwardPass,
+    LayerContext,
+    Shard,
+    ShardedParameter,
+    Span,
+    reduce_blocks,
+)
 from megabit_kernels import numerics
 
 
@@ -39,56 +47,86 @@ class RMSNorm(nn.Module):
     def __init__(self, columns: Span, eps: float, context: LayerContext) -> None:
         super().__init__()
         self.eps = eps
+        self.context = context
         is_split = columns.width < columns.size
         # A norm that is not split runs on own tokens under sequence parallelism.
-        partial = context.sequence_parallel and columns.is_replicated
+        on_own_tokens = context.sequence_parallel and columns.is_replicated
         self.axis = context.tp if is_split else Axis.single("tp")
+        self.gain_axis = context.tp if on_own_tokens else Axis.single("tp")
         # Only for a norm that no TP degree splits: apex rounds otherwise, and TP may change no bit.
-        never_split = columns.num_blocks == 1
-        self.apex_norm = fused_rms_norm() if never_split and context.device.type == "cuda" else None
+        may_use_apex = columns.num_blocks == 1 and context.tree_blocks is None
+        self.apex_norm = (
+            fused_rms_norm() if may_use_apex and context.device.type == "cuda" else None
+        )
+        partial = on_own_tokens and context.tree_blocks is None
         self.weight = ShardedParameter(
             Shard((columns.size,), 0, columns, partial), context.master_dtype, context.device
         )
 
-    def forward(self, x: Tensor) -> Normalized:
+    def forward(self, x: Tensor, forward_pass: ForwardPass = PLAIN) -> Normalized:
+        gain = self.weight.ready()
         if self.apex_norm is not None:
-            values = self.apex_norm(x, self.weight, (x.shape[-1],), self.eps).to(x.dtype)
+            values = self.apex_norm(x, gain, (x.shape[-1],), self.eps).to(x.dtype)
             absmax = values.detach().abs().amax(-1, keepdim=True)
             return Normalized(values, absmax.to(numerics.stats_dtype(x.dtype)))
-        values, absmax = _RMSNorm.apply(x, self.weight, self.eps, self.weight.shard.span, self.axis)
+        values, absmax = _RMSNorm.apply(x, gain, self, forward_pass)
         return Normalized(values, absmax)
+
+    def sum_over_tokens(self, x: Tensor) -> Tensor:
+        """``[t, h]`` → ``[h]``, this rank's part of it or, in layout-exact training, all of it.
+
+        There the sum is a tree over fixed blocks of the microbatch's tokens. It sends ``h`` numbers
+        for a norm that runs on own tokens.
+        """
+        trees = self.context.tree_blocks
+        if trees is None:
+            return x.sum(0)
+        own = trees // self.gain_axis.size
+        blocks = x.unflatten(0, (own, -1)).transpose(0, 1)  # [t/own, own, h]
+        total = tree_sum(tree_sum(blocks))
+        if self.gain_axis.size == 1:
+            return total
+        return self.context.start_sum(total, "weight gradients").wait()
 
 
 class _RMSNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gain: Tensor, eps: float, columns: Span, axis: Axis
+        ctx: Any, x: Tensor, gain: ShardedParameter, norm: RMSNorm, forward_pass: ForwardPass
     ) -> tuple[Tensor, Tensor]:
         dtype = numerics.stats_dtype(x.dtype)
+        columns = gain.shard.span
         wide = x.to(dtype)
-        widths = columns.block_widths
         scaled = wide * gain.to(dtype)
-        squares = reduce_blocks(wide.square(), widths, lambda block: block.sum(-1))
-        largest = reduce_blocks(scaled.abs(), widths, lambda block: block.amax(-1))
-        squares, largest = gather_blocks(torch.stack([squares, largest]), axis)
-        rstd = torch.rsqrt(squares.sum(-1, keepdim=True) / columns.size + eps)
-        ctx.save_for_backward(x, gain, rstd)
-        ctx.columns, ctx.axis = columns, axis
+
+        def statistics() -> Tensor:
+            """``[2, T, blocks]`` over all ranks: Σx² and max|x·g|."""
+            widths = columns.block_widths
+            squares = reduce_blocks(wide.square(), widths, lambda block: block.sum(-1))
+            largest = reduce_blocks(scaled.abs(), widths, lambda block: block.amax(-1))
+            return gather_blocks(torch.stack([squares, largest]), norm.axis)
+
+        is_split = norm.axis.size > 1
+        squares, largest = forward_pass.statistics(statistics) if is_split else statistics()
+        rstd = torch.rsqrt(squares.sum(-1, keepdim=True) / columns.size + norm.eps)
+        ctx.save_for_backward(x, rstd)
+        ctx.gain, ctx.norm = gain, norm
         absmax = largest.amax(-1, keepdim=True) * rstd
         ctx.mark_non_differentiable(absmax)
         return scaled.mul_(rstd).to(x.dtype), absmax
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain, rstd = ctx.saved_tensors
-        columns: Span = ctx.columns
+        x, rstd = ctx.saved_tensors
+        gain: ShardedParameter = ctx.gain
+        columns = gain.shard.span
         normalized = x.to(rstd.dtype) * rstd
         grad = grads[0].to(rstd.dtype)
-        d_gain = (grad * normalized).sum(0).to(gain.dtype)
-        d_normalized = grad * gain.to(rstd.dtype)
+        d_gain = gain.give_gradient(ctx.norm.sum_over_tokens(grad * normalized))
+        d_normalized = grad * gain.detach().to(rstd.dtype)
         blocks = reduce_blocks(
             d_normalized * normalized, columns.block_widths, lambda block: block.sum(-1)
         )
-        projection = sum_blocks(blocks, ctx.axis).unsqueeze(-1) / columns.size
+        projection = sum_blocks(blocks, ctx.norm.axis).unsqueeze(-1) / columns.size
         dx = d_normalized.sub_(normalized.mul_(projection)).mul_(rstd)
-        return dx.to(x.dtype), d_gain, None, None, None
+        return dx.to(x.dtype), d_gain, None, None

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from megabit.mesh import Axis
 from megabit.pipeline.actions import Action, Backward, Exchange, Forward, Message
+from megabit.tensor_parallel import Noise
 
 
 class Stage(Protocol):
     """What the executor needs of a model stage; see ``model.CausalLMStage``."""
 
-    def __call__(self, tokens: Tensor, hidden: Tensor | None) -> Tensor: ...
+    def __call__(self, tokens: Tensor, hidden: Tensor | None, noise: Noise | None) -> Tensor: ...
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]: ...
 
@@ -57,32 +58,28 @@ def run_schedule(
     finish: Callable[[Tensor, int], Tensor],
     pp: Axis,
     *,
+    noises: Sequence[Noise] | None = None,
     output_gradient: Tensor | None = None,
-    before_last_backward: Callable[[], None] = lambda: None,
 ) -> PipelineResult:
     """Run this stage's ``actions`` over a step's microbatches; collective over ``pp``.
 
-    Backward passes add to the parameters' ``grad``.
+    Backward passes add to the parameters' gradients.
 
     Args:
         tokens: int64 ``[m, B, S]``, the inputs of the m microbatches.
         finish: called on the last stage with its output ``[t, H]`` and the microbatch's number; in
             training it gives the loss, a scalar.
+        noises: the random numbers of each microbatch, in training.
         output_gradient: d(objective)/d(what ``finish`` gave), the same for all microbatches, such
             as 1 / target tokens of the step; needed where ``actions`` has a ``Backward``.
-        before_last_backward: called when the gradients of the coming backward pass will be final.
     """
     started = time.perf_counter()
-    run = _Run(stage, tokens, finish, pp, output_gradient)
-    backwards_left = sum(isinstance(action, Backward) for action in actions)
-    with torch.set_grad_enabled(backwards_left > 0):
+    run = _Run(stage, tokens, finish, pp, noises, output_gradient)
+    with torch.set_grad_enabled(any(isinstance(action, Backward) for action in actions)):
         for action in actions:
             if isinstance(action, Forward):
                 run.forward(action.microbatch)
             elif isinstance(action, Backward):
-                backwards_left -= 1
-                if backwards_left == 0:
-                    before_last_backward()
                 run.backward(action.microbatch)
             else:
                 run.exchange(action)
@@ -97,6 +94,7 @@ class _Run:
     tokens: Tensor
     finish: Callable[[Tensor, int], Tensor]
     pp: Axis
+    noises: Sequence[Noise] | None
     output_gradient: Tensor | None
     live: dict[int, _Live] = field(default_factory=dict)
     received: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -112,7 +110,8 @@ class _Run:
         hidden_in = self.received.pop(("activation", microbatch), None)
         if hidden_in is not None:
             hidden_in.requires_grad_(torch.is_grad_enabled())
-        root = self.stage(self.tokens[microbatch], hidden_in)
+        noise = None if self.noises is None else self.noises[microbatch]
+        root = self.stage(self.tokens[microbatch], hidden_in, noise)
         if self.is_last:
             root = self.finish(root, microbatch)
             self.outputs.append(root.detach())
@@ -138,14 +137,16 @@ class _Run:
         operations = []
         for message in exchange.sends:
             tensor = self.outgoing.pop((message.kind, message.microbatch)).contiguous()
-            self.pp.sent_bytes += tensor.numel() * tensor.element_size()
+            purpose = "activations" if message.kind == "activation" else "activation gradients"
+            self.pp.sent[purpose] += tensor.nbytes
             operations.append(self._operation(dist.isend, tensor, message))
         for message in exchange.receives:
             tensor = torch.empty(shape, dtype=self.stage.hidden_dtype, device=self.tokens.device)
             self.received[message.kind, message.microbatch] = tensor
             operations.append(self._operation(dist.irecv, tensor, message))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        with self.pp.waiting():
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
         self.wait_s += time.perf_counter() - started
 
     def _operation(

@@ -1,10 +1,14 @@
 """The metrics of a run: a line on the console, a JSON line in a file, and W&B if asked.
 
 ``metrics.jsonl`` has one object a line: ``{"step": …, "loss": …, …}`` for a log interval and
-``{"step": …, "held_out_loss": …, "held_out_bits_per_byte": …}`` for an evaluation.
+``{"step": …, "held_out_loss": …, "held_out_bits_per_byte": …}`` for an evaluation. What is sent, by
+axis and purpose, is in each of the former; ``accounting.json`` beside it has what was expected,
+with the memory: ``{"step": …, "sent_by_purpose_mb": …, "expected_sent_by_purpose_mb": …, …}``,
+from the first interval. A resumed run, which may have another layout, writes it anew.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megabit.errors import UserError
+from megabit.telemetry.accounting import Accounting
 
 
 @dataclass(frozen=True)
 class IntervalMetrics:
-    """Means over the steps of one log interval, over all ranks."""
+    """Means over the steps of one log interval, over all ranks; of the loss and its gradient, over
+    the steps that were not skipped (not a number if all were)."""
 
     step: int
     """Steps done."""
@@ -27,17 +33,21 @@ class IntervalMetrics:
     """Nats per token, before each update."""
     bits_per_byte: float
     grad_norm: float
+    skipped: int
+    """Steps whose gradient was infinite or not a number, which changed no weight."""
     lr: float
     tokens_per_s: float
     zero_fraction: float
     """Share of the codes that are 0; 0 for a dense model."""
     sent_mb: dict[str, float]
     """MB that all ranks together send in a step, by axis (ring volume)."""
+    sent_by_purpose_mb: dict[str, float]
+    """The same, by axis and purpose (``reduce.Purpose``)."""
     bubble: float
     """Share of the time in the pipeline schedule that ranks waited for a neighbour."""
 
     def line(self) -> str:
-        sent = " ".join(f"{axis} {mb:.1f}" for axis, mb in self.sent_mb.items())
+        sent = " ".join(f"{axis} {mb:.1f}" for axis, mb in self.sent_mb.items() if axis != "world")
         return (
             f"step {self.step:>6}  loss {self.loss:.4f}  bits/byte {self.bits_per_byte:.4f}  "
             f"norm {self.grad_norm:.3f}  lr {self.lr:.2e}  {self.tokens_per_s:,.0f} tok/s  "
@@ -118,6 +128,16 @@ class MetricsLog:
         self.say(metrics.line())
         self._write(asdict(metrics))
 
+    def accounting(self, step: int, accounting: Accounting) -> None:
+        """Report bytes sent and kept everywhere; on the console as tables."""
+        for table in accounting.tables():
+            self.console.print(table)
+        values = {"step": step, **asdict(accounting)}
+        if self._path is not None:
+            _replace(self._path.with_name("accounting.json"), json.dumps(values, indent=2) + "\n")
+        if self._wandb is not None:
+            self._wandb.log({"accounting": values}, step=step)
+
     def evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:
         """Report a held-out evaluation everywhere."""
         self.say(f"step {step:>6}  held-out loss {loss:.4f}  bits/byte {bits_per_byte:.4f}")
@@ -127,9 +147,17 @@ class MetricsLog:
         if self._path is None:
             return
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(json.dumps(_with_nulls(values)) + "\n")
         if self._wandb is not None:
             self._wandb.log(values, step=values["step"])
+
+
+def _with_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -153,6 +181,11 @@ def _keep_until(path: Path, step: int, is_finished: bool) -> None:
         if row["step"] < step
         or (row["step"] == step and not (is_finished and "held_out_loss" in row))
     ]
+    _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write ``text`` so that the file is either the old one or the new one."""
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)

@@ -8,11 +8,12 @@ from megabit.tensor_parallel.bitlinear import (
     ternarize_layers,
     ternary_layers,
 )
+from megabit.tensor_parallel.context import LayerContext, tree_blocks
 from megabit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megabit.tensor_parallel.embedding import VocabParallelEmbedding
+from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass, Kept, Noise
 from megabit.tensor_parallel.layers import (
     ColumnParallelLinear,
-    LayerContext,
     RowParallelLinear,
     enter_column_parallel,
 )
@@ -21,16 +22,19 @@ from megabit.tensor_parallel.parameter import (
     Shard,
     ShardedParameter,
     sharded_parameters,
-    sum_partial_gradients,
 )
 from megabit.tensor_parallel.partition import BlockPartition, Span, reduce_blocks, whole
 
 __all__ = [
+    "PLAIN",
     "BitLinear",
     "BlockPartition",
     "ColumnParallelBitLinear",
     "ColumnParallelLinear",
+    "ForwardPass",
+    "Kept",
     "LayerContext",
+    "Noise",
     "RowParallelBitLinear",
     "RowParallelLinear",
     "Shard",
@@ -41,9 +45,9 @@ __all__ = [
     "enter_column_parallel",
     "reduce_blocks",
     "sharded_parameters",
-    "sum_partial_gradients",
     "ternarize_layers",
     "ternary_layers",
+    "tree_blocks",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",
     "whole",

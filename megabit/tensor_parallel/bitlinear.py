@@ -3,18 +3,16 @@
 Data's way forward: activations are quantized per token → int8 and one scale per token are gathered
 (column, under sequence parallelism) → integer product → integers are summed over TP (row) → one
 rounding to the output dtype. Every statistic belongs to the logical tensor and integer sums are
-exact, so the TP degree does not change a bit. Backward is straight-through (``numerics``): both
-products take dequantized operands, and only dX of a column layer is summed over TP in floating
-point.
+exact, so the TP degree does not change a bit. Backward is straight-through (``ternary_backward``);
+dX of a column layer is summed over TP while dW is computed.
 
-A layer keeps its latent weight as a parameter and, beside it, the codes and scale derived from it.
-They are derived again when the parameter has changed: by the trainer for all layers at once
-(``ternarize_layers``), else by ``forward`` on first use. No microbatch of a trainer quantizes a
-weight again.
+In training a layer holds codes and γ only (``receive``): the optimizer has the latent weight, and
+the parameter is a shape without storage. A layer used alone keeps its latent weight as a parameter
+and, beside it, the codes and scale derived from it. They are derived again when the parameter has
+changed: for all layers at once (``ternarize_layers``), else by ``forward`` on first use.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -22,35 +20,54 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megabit.mesh import Axis
-from megabit.reduce import all_gather, all_reduce, own_rows, reduce_scatter
-from megabit.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
+from megabit.reduce import all_gather, all_reduce
+from megabit.tensor_parallel.context import LayerContext
+from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass
+from megabit.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megabit.tensor_parallel.parameter import ShardedParameter
-from megabit.tensor_parallel.partition import Span, reduce_blocks, whole
+from megabit.tensor_parallel.partition import whole
+from megabit.tensor_parallel.row_sums import sum_products
+from megabit.tensor_parallel.ternary_backward import Parts, TernaryBackward
 from megabit_kernels import (
     TernaryWeight,
-    input_gradient,
+    abs_sum,
     numerics,
     quantize_activation,
     ternary_linear,
     ternary_matmul,
-    weight_gradients,
 )
 
 
 class TernaryLayer(nn.Module):
-    """The part that column and row layers share: the cached codes of ``self.weight``."""
+    """The part that column and row layers share: the codes of ``self.weight``."""
 
     context: LayerContext
     weight: ShardedParameter
+    name: str = ""
+    """Of the weight in the model; random numbers depend on it."""
     _ternary: TernaryWeight | None = None
     _ternary_source: tuple[int, int] | None = None
 
     def ternary(self) -> TernaryWeight:
-        """Codes and scale of the weight as it is now. Collective over TP after a change."""
-        if self._ternary is None or self._ternary_source != _version(self.weight):
+        """Codes and scale of the weight as it is now.
+
+        Waits for codes that are on their way; collective over TP where a latent weight of the
+        layer's own has changed.
+        """
+        self.weight.ready()
+        if not self.weight.is_meta and self._ternary_source != _version(self.weight):
             ternarize_layers([self], self.context.tp)
         assert self._ternary is not None
         return self._ternary
+
+    def receive(self, ternary: TernaryWeight) -> None:
+        """Compute with ``ternary`` from now on."""
+        self._ternary = ternary
+
+    def give_up_latent(self) -> None:
+        """Keep the shape of the weight only: from now on codes are received."""
+        self.weight = ShardedParameter(self.weight.shard, self.weight.dtype, "meta")
+        self._ternary = self._ternary_source = None
 
 
 class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
@@ -58,7 +75,10 @@ class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
 
     @staticmethod
     def forward_together(
-        layers: Sequence[ColumnParallelLinear], x: Tensor, absmax: Tensor | None = None
+        layers: Sequence[ColumnParallelLinear],
+        x: Tensor,
+        absmax: Tensor | None = None,
+        forward_pass: ForwardPass = PLAIN,
     ) -> tuple[Tensor, ...]:
         """``x [t, K]`` → ``y [T, n]`` for each layer; ``x`` is quantized (and gathered) once.
 
@@ -67,19 +87,22 @@ class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
         """
         if absmax is None:
             absmax = numerics.absmax(x.detach())
-        return _ColumnParallelTernary.apply(
-            x,
-            absmax,
-            layers[0].context,
-            [_as_ternary(layer).ternary() for layer in layers],
-            *(layer.weight for layer in layers),
+        together = [_as_ternary(layer) for layer in layers]
+        context = layers[0].context
+        rows = [Parts.of(layer.weight.shard.span, context) for layer in layers]
+        backward = TernaryBackward(
+            context, [layer.ternary() for layer in together], rows, _seed(together[0], forward_pass)
         )
+        weights = [layer.weight for layer in together]
+        return _ColumnParallelTernary.apply(x, absmax, backward, *weights)
 
 
 class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
     """A ternary ``RowParallelLinear``."""
 
-    def forward(self, x: Tensor, absmax: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, absmax: Tensor | None = None, forward_pass: ForwardPass = PLAIN
+    ) -> Tensor:
         """``x [T, k]`` → ``y [t, N]``.
 
         Args:
@@ -87,8 +110,13 @@ class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
                 it (the norm before the layer does); else it is reduced over TP here.
         """
         if absmax is None:
-            absmax = all_reduce(numerics.absmax(x.detach()), self.context.tp, "max")
-        return _RowParallelTernary.apply(x, absmax, self.context, self.ternary(), self.weight)
+            absmax = numerics.absmax(x.detach())
+            absmax = all_reduce(absmax, self.context.tp, "max", "statistics")
+        columns = Parts.of(self.weight.shard.span, self.context)
+        backward = TernaryBackward(
+            self.context, [self.ternary()], [columns], _seed(self, forward_pass)
+        )
+        return _RowParallelTernary.apply(x, absmax, forward_pass, backward, self.weight)
 
 
 class BitLinear(ColumnParallelBitLinear):
@@ -105,10 +133,11 @@ class BitLinear(ColumnParallelBitLinear):
         super().__init__(in_features, whole(out_features, owned=True), LayerContext.single(dtype))
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor, absmax: Tensor | None = None) -> Tensor:
-        y = super().forward(
-            x.reshape(-1, x.shape[-1]), None if absmax is None else absmax.reshape(-1, 1)
-        )
+    def forward(
+        self, x: Tensor, absmax: Tensor | None = None, forward_pass: ForwardPass = PLAIN
+    ) -> Tensor:
+        flat_absmax = None if absmax is None else absmax.reshape(-1, 1)
+        y = super().forward(x.reshape(-1, x.shape[-1]), flat_absmax, forward_pass)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def ternary(self) -> TernaryWeight:
@@ -119,29 +148,22 @@ class BitLinear(ColumnParallelBitLinear):
 
 @torch.no_grad()
 def ternarize_layers(layers: Sequence[TernaryLayer], tp: Axis) -> None:
-    """Derive codes and scales of ``layers`` from their weights, with one exchange over TP.
+    """Derive codes and scales of ``layers`` from their latent weights, with one exchange over TP.
 
-    Σ|W| is taken in fp64 for each block of the split dimension and added in block order, so γ has
-    the same bits at every TP. Each block is counted by the one rank that owns it.
+    Σ|W| is a sum of integers (``numerics.fixed_point_abs_sum``), of parts that ranks own, so γ has
+    the same bits at every TP.
     """
     if not layers:
         return
     shards = [layer.weight.shard for layer in layers]
-    num_blocks = max(shard.span.num_blocks for shard in shards)
-    table = torch.zeros(
-        len(layers), num_blocks, dtype=torch.float64, device=layers[0].weight.device
-    )
-    for row, (layer, shard) in enumerate(zip(layers, shards, strict=True)):
-        sums = _block_sums(layer.weight, shard.dim, shard.span)
-        table[row, shard.span.first_block : shard.span.first_block + len(sums)] = sums
-    all_reduce(table, tp)  # adds zeros to each block's one value: exact in any order
-    total = torch.zeros_like(table[:, 0])
-    # One after the other: the zeros that pad a tensor of fewer blocks then change nothing.
-    for block in range(num_blocks):
-        total += table[:, block]
-    for layer, shard, sum_abs in zip(layers, shards, total, strict=True):
-        scale = numerics.weight_scale(sum_abs, shard.numel, layer.weight.dtype)
-        layer._ternary = TernaryWeight.from_latent(layer.weight.detach(), scale)
+    sums = [
+        abs_sum(shard.owned(layer.weight), shard.numel)
+        for layer, shard in zip(layers, shards, strict=True)
+    ]
+    totals = all_reduce(torch.stack(sums), tp, purpose="scales")
+    for layer, shard, total in zip(layers, shards, totals, strict=True):
+        scale = numerics.weight_scale(total, shard.numel, layer.weight.dtype)
+        layer.receive(TernaryWeight.from_latent(layer.weight.detach(), scale))
         layer._ternary_source = _version(layer.weight)
 
 
@@ -161,55 +183,42 @@ def _version(weight: Tensor) -> tuple[int, int]:
     return weight._version, weight.data_ptr()
 
 
-def _block_sums(weight: Tensor, dim: int, span: Span) -> Tensor:
-    """Σ|W| of each block of ``dim``, fp64 ``[blocks]``; zero where another rank owns the block."""
-    magnitude = weight.abs()
-    if dim == 0:
-        rows = magnitude.sum(1, dtype=torch.float64)  # [n]
-        sums = reduce_blocks(rows, span.block_widths, lambda block: block.sum(-1))
-    else:
-        by_row = reduce_blocks(
-            magnitude, span.block_widths, lambda block: block.sum(-1, dtype=torch.float64)
-        )
-        sums = by_row.t().contiguous().sum(-1)
-    starts = accumulate(span.block_widths[:-1], initial=span.start)
-    owned = [span.owned_start <= start < span.owned_stop for start in starts]
-    return sums * torch.tensor(owned, device=sums.device)
+def _seed(layer: TernaryLayer, forward_pass: ForwardPass) -> int:
+    """Only a backward pass that rounds stochastically needs one."""
+    is_int8 = layer.context.ternary_backward_dtype == torch.int8
+    return forward_pass.seed_of(layer.name) if is_int8 else 0
 
 
 class _ColumnParallelTernary(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        absmax: Tensor,
-        context: LayerContext,
-        ternary: list[TernaryWeight],
-        *weights: Tensor,
+        ctx: Any, x: Tensor, absmax: Tensor, backward: TernaryBackward, *weights: ShardedParameter
     ) -> tuple[Tensor, ...]:
+        context = backward.context
         x_q, scale = quantize_activation(x, absmax)
         if context.sequence_parallel:
-            x_q, scale = all_gather(x_q, context.tp), all_gather(scale, context.tp)
+            # Half the bytes of bf16, and the same bits. Both stay for the weight gradient.
+            x_q = all_gather(x_q, context.tp, "activations")
+            scale = all_gather(scale, context.tp, "activations")
         ctx.save_for_backward(x_q, scale)
-        ctx.context, ctx.ternary, ctx.dtype = context, ternary, x.dtype
-        return tuple(ternary_linear(x_q, scale, w, x.dtype) for w in ternary)
+        ctx.products, ctx.weights, ctx.dtype = backward, weights, x.dtype
+        return tuple(ternary_linear(x_q, scale, w, x.dtype) for w in backward.ternary)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        context: LayerContext = ctx.context
+        products: TernaryBackward = ctx.products
         x_q, scale = ctx.saved_tensors
-        dtype = context.ternary_backward_dtype
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(grads[0], ctx.ternary[0], dtype)
-            for grad, w in zip(grads[1:], ctx.ternary[1:], strict=True):
-                dx += input_gradient(grad, w, dtype)
-            reduce = reduce_scatter if context.sequence_parallel else all_reduce
-            dx = reduce(dx, context.tp).to(ctx.dtype)
-        wanted = ctx.needs_input_grad[4:]
-        dws = iter(weight_gradients([*compress(grads, wanted)], x_q, scale, dtype))
-        dw = [next(dws).to(context.master_dtype) if needed else None for needed in wanted]
-        return dx, None, None, None, *dw
+            term = products.input_gradient_of_columns(grads)
+            if products.context.tree_blocks is None:
+                term = term.to(ctx.dtype)  # what travels; a tree adds terms before any rounding
+            dx = products.context.start_sum_of_tokens(term)
+        wanted = ctx.needs_input_grad[3:]
+        weights: list[Tensor | None] = [None] * len(grads)
+        for i, dw in products.weight_gradients_of_columns(grads, x_q, scale, wanted):
+            weights[i] = ctx.weights[i].give_gradient(dw)
+        return None if dx is None else dx.wait().to(ctx.dtype), None, None, *weights
 
 
 class _RowParallelTernary(Function):
@@ -218,32 +227,33 @@ class _RowParallelTernary(Function):
         ctx: Any,
         x: Tensor,
         absmax: Tensor,
-        context: LayerContext,
-        ternary: TernaryWeight,
-        weight: Tensor,
+        forward_pass: ForwardPass,
+        backward: TernaryBackward,
+        weight: ShardedParameter,
     ) -> Tensor:
+        context, (ternary,) = backward.context, backward.ternary
         x_q, scale = quantize_activation(x, absmax)
         ctx.save_for_backward(x_q, scale)
-        ctx.context, ctx.ternary, ctx.dtype = context, ternary, x.dtype
-        if context.tp.size == 1:
-            return ternary_linear(x_q, scale, ternary, x.dtype)
-        acc = ternary_matmul(x_q, ternary)
-        if context.sequence_parallel:
-            acc, scale = reduce_scatter(acc, context.tp), own_rows(scale, context.tp)
-        else:
-            acc = all_reduce(acc, context.tp)
-        return numerics.dequantize_product(acc, scale, ternary.scale, x.dtype)
+        ctx.products, ctx.weight, ctx.dtype = backward, weight, x.dtype
+
+        def product() -> Tensor:
+            if context.tp.size == 1:
+                return ternary_linear(x_q, scale, ternary, x.dtype)
+            acc = ternary_matmul(x_q, ternary)
+            return sum_products(acc, scale, ternary.scale, x.dtype, context)
+
+        return forward_pass.product(product)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        context: LayerContext = ctx.context
+        products: TernaryBackward = ctx.products
         x_q, scale = ctx.saved_tensors
-        dtype = context.ternary_backward_dtype
-        grad = all_gather(grads[0], context.tp) if context.sequence_parallel else grads[0]
+        tp, grad = products.context.tp, grads[0]
+        if products.context.sequence_parallel:
+            grad = all_gather(grad, tp, "activation gradients")
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(grad, ctx.ternary, dtype).to(ctx.dtype)
+            dx = products.input_gradient_of_rows(grad).to(ctx.dtype)
         if ctx.needs_input_grad[4]:
-            (dw,) = weight_gradients([grad], x_q, scale, dtype)
-            dw = dw.to(context.master_dtype)
+            dw = ctx.weight.give_gradient(products.weight_gradient_of_rows(grad, x_q, scale))
         return dx, None, None, None, dw

@@ -31,7 +31,7 @@ class _VocabParallelCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, rows: Span, tp: Axis) -> Tensor:
         dtype = numerics.stats_dtype(logits.dtype)
-        largest = all_reduce(logits.amax(-1).to(dtype), tp, "max")
+        largest = all_reduce(logits.amax(-1).to(dtype), tp, "max", "statistics")
         shifted = logits.to(dtype) - largest.unsqueeze(-1)
         here = (targets >= rows.start) & (targets < rows.stop)
         columns = (targets - rows.start).masked_fill(~here, 0).unsqueeze(-1)

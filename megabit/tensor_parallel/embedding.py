@@ -1,9 +1,13 @@
 """Token embedding with the vocabulary's rows split over tensor-parallel ranks."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional as F
 
-from megabit.tensor_parallel.layers import LayerContext
+from megabit.tensor_parallel.context import LayerContext
 from megabit.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -31,8 +35,26 @@ class VocabParallelEmbedding(nn.Module):
         span = self.weight.shard.span
         here = (tokens >= span.start) & (tokens < span.stop)
         local = (tokens - span.start).masked_fill(~here, 0)
-        x = F.embedding(local, self.weight).to(self.context.compute_dtype)
+        x = _Lookup.apply(local, self.weight.ready()).to(self.context.compute_dtype)
         x = x.masked_fill(~here.unsqueeze(-1), 0)
         if self.context.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(x, self.context.tp)
-        return reduce_from_tensor_model_parallel_region(x, self.context.tp)
+            return reduce_scatter_to_sequence_parallel_region(x, self.context)
+        return reduce_from_tensor_model_parallel_region(x, self.context)
+
+
+class _Lookup(Function):
+    """``F.embedding`` whose gradient is added up in fp32, also where the replica is bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: ShardedParameter) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weight = weight
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None]:
+        (tokens,) = ctx.saved_tensors
+        grad = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32))
+        rows = ctx.weight.shape[0]
+        dw = torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
+        return None, ctx.weight.give_gradient(dw)

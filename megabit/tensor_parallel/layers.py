@@ -10,13 +10,13 @@ them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megabit.mesh import Axis
+from megabit.tensor_parallel.context import LayerContext
+from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass
 from megabit.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -27,43 +27,31 @@ from megabit.tensor_parallel.parameter import Shard, ShardedParameter
 from megabit.tensor_parallel.partition import Span
 
 
-@dataclass(frozen=True)
-class LayerContext:
-    """What every layer of a stage needs to know beside its own sizes."""
-
-    tp: Axis
-    device: torch.device
-    compute_dtype: torch.dtype = torch.float32
-    master_dtype: torch.dtype = torch.float32
-    ternary_backward_dtype: torch.dtype = torch.float32
-    sequence_parallel: bool = False
-
-    @staticmethod
-    def single(dtype: torch.dtype = torch.float32) -> "LayerContext":
-        """One process on the CPU, all in ``dtype``."""
-        return LayerContext(Axis.single("tp"), torch.device("cpu"), dtype, dtype, dtype)
-
-
 class ColumnParallelLinear(nn.Module):
     """``y = x Wᵀ`` with this rank's rows of ``W [N, K]``: ``x [t, K]`` → ``y [T, n]``."""
 
     def __init__(self, in_features: int, rows: Span, context: LayerContext) -> None:
         super().__init__()
         self.context = context
-        shard = Shard((rows.size, in_features), 0, rows, grad_is_partial=rows.is_shared)
+        shard = Shard((rows.size, in_features), 0, rows)
         self.weight = ShardedParameter(shard, context.master_dtype, context.device)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shard.shape}, rows {self.weight.shard.span}"
 
-    def forward(self, x: Tensor, absmax: Tensor | None = None) -> Tensor:
-        """``absmax`` is for ternary layers only, see ``ColumnParallelBitLinear``."""
-        (y,) = self.forward_together([self], x, absmax)
+    def forward(
+        self, x: Tensor, absmax: Tensor | None = None, forward_pass: ForwardPass = PLAIN
+    ) -> Tensor:
+        """``absmax`` and ``forward_pass`` are for ternary layers (``ColumnParallelBitLinear``)."""
+        (y,) = self.forward_together([self], x, absmax, forward_pass)
         return y
 
     @staticmethod
     def forward_together(
-        layers: Sequence["ColumnParallelLinear"], x: Tensor, absmax: Tensor | None = None
+        layers: Sequence["ColumnParallelLinear"],
+        x: Tensor,
+        absmax: Tensor | None = None,
+        forward_pass: ForwardPass = PLAIN,
     ) -> tuple[Tensor, ...]:
         """The outputs of several layers with the same input, at the communication of one.
 
@@ -71,7 +59,19 @@ class ColumnParallelLinear(nn.Module):
         sums dX over TP once.
         """
         x = enter_column_parallel(x, layers[0].context)
-        return tuple(F.linear(x, layer.weight.to(x.dtype)) for layer in layers)
+        return tuple(layer._product(x) for layer in layers)
+
+    def _product(self, x: Tensor) -> Tensor:
+        weight, span = self.weight.ready().to(x.dtype), self.weight.shard.span
+        if not span.is_shared:
+            return F.linear(x, weight)
+        # The gradient of rows that several ranks hold is whole on each of them, and dX is summed
+        # over ranks: it gets the terms of a row from the one that owns it.
+        start, stop = span.owned_start - span.start, span.owned_stop - span.start
+        before, owned, after = weight.split([start, stop - start, span.width - stop])
+        others = x.detach()
+        parts = [F.linear(others, before), F.linear(x, owned), F.linear(others, after)]
+        return torch.cat(parts, dim=-1)
 
 
 class RowParallelLinear(nn.Module):
@@ -86,16 +86,18 @@ class RowParallelLinear(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.weight.shard.shape}, columns {self.weight.shard.span}"
 
-    def forward(self, x: Tensor, absmax: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, absmax: Tensor | None = None, forward_pass: ForwardPass = PLAIN
+    ) -> Tensor:
         """Forward sums ``y`` over TP (a reduce-scatter under sequence parallelism)."""
-        y = F.linear(x, self.weight.to(x.dtype))
+        y = F.linear(x, self.weight.ready().to(x.dtype))
         if self.context.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(y, self.context.tp)
-        return reduce_from_tensor_model_parallel_region(y, self.context.tp)
+            return reduce_scatter_to_sequence_parallel_region(y, self.context)
+        return reduce_from_tensor_model_parallel_region(y, self.context)
 
 
 def enter_column_parallel(x: Tensor, context: LayerContext) -> Tensor:
     """``[t, K]`` → ``[T, K]`` on every rank, whose gradient is summed over TP on the way back."""
     if context.sequence_parallel:
-        return gather_from_sequence_parallel_region(x, context.tp)
-    return copy_to_tensor_model_parallel_region(x, context.tp)
+        return gather_from_sequence_parallel_region(x, context)
+    return copy_to_tensor_model_parallel_region(x, context)

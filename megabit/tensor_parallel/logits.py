@@ -6,23 +6,32 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megabit.reduce import tree_sum
+from megabit.tensor_parallel.context import LayerContext
+from megabit.tensor_parallel.parameter import ShardedParameter
 from megabit.tensor_parallel.partition import Span
 
 
-def vocab_parallel_logits(x: Tensor, weight: Tensor, rows: Span) -> Tensor:
+def vocab_parallel_logits(
+    x: Tensor, weight: ShardedParameter, rows: Span, context: LayerContext
+) -> Tensor:
     """``x [T, H]`` and this rank's ``weight [v, H]`` → ``[T, v]``, with the same bits at every TP.
 
     A floating-point product may be summed in another order when its shape changes, so there is one
-    for each fixed block of the vocabulary. Sends nothing; the caller sums dX over TP
-    (``enter_column_parallel``).
+    for each fixed block of the vocabulary; in layout-exact training backward as well, one for each
+    block of the tree. Sends nothing; the caller sums dX over TP (``enter_column_parallel``).
     """
-    return _VocabParallelLogits.apply(x, weight, rows)
+    return _VocabParallelLogits.apply(x, weight.ready(), rows, context)
 
 
 class _VocabParallelLogits(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Span) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: ShardedParameter, rows: Span, context: LayerContext
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        ctx.widths = _tree_widths(rows, context)
         logits = x.new_empty(x.shape[0], rows.width)
         blocks = weight.to(x.dtype).split(rows.block_widths)
         for columns, block in zip(logits.split(rows.block_widths, dim=1), blocks, strict=True):
@@ -30,8 +39,21 @@ class _VocabParallelLogits(Function):
         return logits
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        dx = torch.mm(grads[0], weight.to(x.dtype))
-        dw = torch.mm(grads[0].t(), x).to(weight.dtype)
-        return dx, dw, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        blocks = ctx.weight.detach().to(x.dtype).split(ctx.widths)
+        parts = [part.contiguous() for part in grads[0].split(ctx.widths, dim=1)]
+        terms = [torch.mm(part, block) for part, block in zip(parts, blocks, strict=True)]
+        dx = terms[0] if len(terms) == 1 else tree_sum(torch.stack(terms))
+        dws = [torch.mm(part.t(), x) for part in parts]
+        dw = dws[0] if len(dws) == 1 else torch.cat(dws)
+        return dx, ctx.weight.give_gradient(dw), None, None
+
+
+def _tree_widths(rows: Span, context: LayerContext) -> list[int]:
+    """Columns of each product of the backward pass."""
+    blocks = len(rows.block_widths) // context.own_tree_blocks
+    if context.tree_blocks is None:
+        return [rows.width]
+    starts = range(0, len(rows.block_widths), blocks)
+    return [sum(rows.block_widths[start : start + blocks]) for start in starts]

@@ -10,45 +10,45 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megabit.mesh import Axis
 from megabit.reduce import all_gather, all_reduce, reduce_scatter
+from megabit.tensor_parallel.context import LayerContext
 
 
-def copy_to_tensor_model_parallel_region(x: Tensor, tp: Axis) -> Tensor:
+def copy_to_tensor_model_parallel_region(x: Tensor, context: LayerContext) -> Tensor:
     """Identity; backward sums the gradient over TP."""
-    return x if tp.size == 1 else _CopyToTensorParallel.apply(x, tp)
+    return x if context.tp.size == 1 else _CopyToTensorParallel.apply(x, context)
 
 
-def reduce_from_tensor_model_parallel_region(x: Tensor, tp: Axis) -> Tensor:
+def reduce_from_tensor_model_parallel_region(x: Tensor, context: LayerContext) -> Tensor:
     """Sum over TP; backward is the identity."""
-    return x if tp.size == 1 else _ReduceFromTensorParallel.apply(x, tp)
+    return x if context.tp.size == 1 else _ReduceFromTensorParallel.apply(x, context)
 
 
-def gather_from_sequence_parallel_region(x: Tensor, tp: Axis) -> Tensor:
+def gather_from_sequence_parallel_region(x: Tensor, context: LayerContext) -> Tensor:
     """Own tokens ``[T/tp, …]`` → all tokens ``[T, …]``; backward sums and scatters."""
-    return x if tp.size == 1 else _GatherFromSequenceParallel.apply(x, tp)
+    return x if context.tp.size == 1 else _GatherFromSequenceParallel.apply(x, context)
 
 
-def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: Axis) -> Tensor:
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, context: LayerContext) -> Tensor:
     """Sum ``[T, …]`` over TP and keep own tokens ``[T/tp, …]``; backward gathers."""
-    return x if tp.size == 1 else _ReduceScatterToSequenceParallel.apply(x, tp)
+    return x if context.tp.size == 1 else _ReduceScatterToSequenceParallel.apply(x, context)
 
 
 class _CopyToTensorParallel(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
+    def forward(ctx: Any, x: Tensor, context: LayerContext) -> Tensor:
+        ctx.context = context
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(_owned_copy(grads[0]), ctx.tp), None
+        return ctx.context.start_sum(_owned_copy(grads[0])).wait(), None
 
 
 class _ReduceFromTensorParallel(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        return all_reduce(_owned_copy(x), tp)
+    def forward(ctx: Any, x: Tensor, context: LayerContext) -> Tensor:
+        return all_reduce(_owned_copy(x), context.tp, purpose="activations")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -57,24 +57,24 @@ class _ReduceFromTensorParallel(Function):
 
 class _GatherFromSequenceParallel(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return all_gather(x, tp)
+    def forward(ctx: Any, x: Tensor, context: LayerContext) -> Tensor:
+        ctx.context = context
+        return all_gather(x, context.tp, "activations")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grads[0], ctx.tp), None
+        return ctx.context.start_sum_of_tokens(grads[0]).wait(), None
 
 
 class _ReduceScatterToSequenceParallel(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return reduce_scatter(x, tp)
+    def forward(ctx: Any, x: Tensor, context: LayerContext) -> Tensor:
+        ctx.tp = context.tp
+        return reduce_scatter(x, context.tp, "activations")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.tp), None
+        return all_gather(grads[0], ctx.tp, "activation gradients"), None
 
 
 def _owned_copy(x: Tensor) -> Tensor:

@@ -1,15 +1,13 @@
 """Parameters that know which part of which logical tensor they are."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from megabit.mesh import Axis
-from megabit.reduce import all_reduce
 from megabit.tensor_parallel.partition import Span
 
 
@@ -22,9 +20,8 @@ class Shard:
     dim: int
     span: Span
     grad_is_partial: bool = False
-    """Whether a rank's gradient is one term of a sum over TP: replicated weights that each rank
-    used on its own tokens (norm gains under sequence parallelism) or its own heads (shared KV
-    heads)."""
+    """Whether a rank's gradient is one term of a sum over TP: norm gains under sequence
+    parallelism, which each rank uses on its own tokens."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -41,14 +38,31 @@ class Shard:
 
 
 class ShardedParameter(nn.Parameter):
-    """An ``nn.Parameter`` that holds a shard of a logical tensor (possibly all of it)."""
+    """An ``nn.Parameter`` that holds a shard of a logical tensor (possibly all of it).
+
+    Alone it is an ordinary parameter. An optimizer that keeps the values elsewhere
+    (``data_parallel``) takes over its gradients (``collect``), and may leave it as a shape without
+    storage, on device ``meta``: then its layer computes with what was made of the values.
+    """
 
     shard: Shard
+    uses: int
+    """How many gradients are handed over in a backward pass."""
+    _collector: Callable[[Tensor], None] | None
+    _arriving: Callable[[], None] | None
 
-    def __new__(cls, shard: Shard, dtype: torch.dtype, device: torch.device) -> Self:
-        data = torch.empty(shard.local_shape, dtype=dtype, device=device)
+    def __new__(
+        cls,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        data: Tensor | None = None,
+    ) -> Self:
+        if data is None:
+            data = torch.empty(shard.local_shape, dtype=dtype, device=device)
         parameter = super().__new__(cls, data, requires_grad=True)
-        parameter.shard = shard
+        parameter.shard, parameter.uses = shard, 1
+        parameter._collector = parameter._arriving = None
         return parameter
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -58,6 +72,41 @@ class ShardedParameter(nn.Parameter):
         memo[id(self)] = copied
         return copied
 
+    def collect(self, collector: Callable[[Tensor], None]) -> None:
+        """Give each gradient that a backward pass computes to ``collector``, and keep none."""
+
+        def hand_over(parameter: Tensor) -> None:
+            if parameter.grad is not None:  # else a function has handed it over
+                collector(parameter.grad)
+                parameter.grad = None
+
+        self._collector = collector
+        if not self.is_meta:
+            self.register_post_accumulate_grad_hook(hand_over)
+
+    def second_use(self) -> "ShardedParameter":
+        """The same values with a gradient of its own."""
+        return type(self)(self.shard, self.dtype, self.device, self.data)
+
+    def give_gradient(self, gradient: Tensor) -> Tensor | None:
+        """For an autograd function's backward: hand over a gradient of any dtype or, where nobody
+        collects, return what autograd is to accumulate."""
+        if self._collector is None:
+            return gradient.to(self.dtype)
+        self._collector(gradient)
+        return None
+
+    def expect(self, arriving: Callable[[], None]) -> None:
+        """New values are on their way; ``arriving`` waits for them and puts them in place."""
+        self._arriving = arriving
+
+    def ready(self) -> Self:
+        """This parameter, once its newest values are there; whoever reads them asks so."""
+        if self._arriving is not None:
+            arriving, self._arriving = self._arriving, None
+            arriving()
+        return self
+
 
 def sharded_parameters(module: nn.Module) -> dict[str, ShardedParameter]:
     """The parameters of ``module`` by logical name."""
@@ -66,30 +115,3 @@ def sharded_parameters(module: nn.Module) -> dict[str, ShardedParameter]:
         if not isinstance(parameter, ShardedParameter):
             raise TypeError(f"{name} is a {type(parameter).__name__}, not a ShardedParameter")
     return named  # type: ignore[return-value]
-
-
-def sum_partial_gradients(parameters: Iterable[ShardedParameter], tp: Axis) -> None:
-    """Complete, in place, the gradients of which every TP rank holds one term.
-
-    One all-reduce over TP for all of them. Each rank adds its terms into zeros of the logical
-    shape, so that ranks which hold different but overlapping rows (shared KV heads) meet in the
-    right place.
-    """
-    partial = [p for p in parameters if p.shard.grad_is_partial and p.grad is not None]
-    if tp.size == 1 or not partial:
-        return
-    logical = [p.new_zeros(p.shard.shape) for p in partial]
-    held = [
-        whole.narrow(p.shard.dim, p.shard.span.start, p.shard.span.width)
-        for p, whole in zip(partial, logical, strict=True)
-    ]
-    for part, parameter in zip(held, partial, strict=True):
-        assert parameter.grad is not None
-        part.copy_(parameter.grad)
-    flat = torch.cat([whole.flatten() for whole in logical])
-    all_reduce(flat, tp)
-    for whole, summed in zip(logical, flat.split([w.numel() for w in logical]), strict=True):
-        whole.copy_(summed.view_as(whole))
-    for part, parameter in zip(held, partial, strict=True):
-        assert parameter.grad is not None
-        parameter.grad.copy_(part)

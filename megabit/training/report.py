@@ -19,7 +19,7 @@ def draw_curve(metrics_path: Path, png: Path, title: str) -> None:
         ("bits_per_byte", "train", {"color": "tab:blue", "linewidth": 1.2}),
         ("held_out_bits_per_byte", "held out", {"color": "tab:orange", "marker": "o"}),
     ):
-        points = [(row["step"], row[key]) for row in rows if key in row]
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="bits per byte", title=title)

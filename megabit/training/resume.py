@@ -1,5 +1,6 @@
 """What a checkpoint of a training run holds, and how a run goes on from one."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from megabit.training.step import TrainingState
 
 
 def save(state: TrainingState, store: CheckpointStore, step: int, corpus_fingerprint: str) -> None:
-    """Write weights, moments and position after ``step`` steps; collective over the mesh.
+    """Write this rank's master weights and moments after ``step`` steps; collective over the mesh.
 
     Codes and scales are derived from the weights, and the data order from the step: neither is
     saved.
     """
-    about = {"config": config_identity(state), "corpus": corpus_fingerprint}
-    group_steps = [group["step"] for group in state.optimizer.param_groups if "step" in group]
-    store.save(step, dict(_tensors(state)), {**about, "optimizer_group_steps": group_steps})
+    about = {
+        "config": config_identity(state),
+        "corpus": corpus_fingerprint,
+        "updates": state.optimizer.updates,
+    }
+    store.save(step, dict(_tensors(state)), about)
 
 
 @torch.no_grad()
@@ -49,11 +53,13 @@ def restore(
         )
     if problems:
         raise UserError(*problems)
-    _fill(state, store.load(checkpoint), checkpoint)
-    groups = [group for group in state.optimizer.param_groups if "step" in group]
-    for group, step in zip(groups, about.get("optimizer_group_steps", []), strict=False):
-        group["step"] = step
-    state.stage.ternarize()
+    updates = about.get("updates")
+    if not isinstance(updates, int) or not 0 <= updates <= checkpoint.step:
+        raise UserError(f"{checkpoint.path}: is damaged (it says {updates!r} updates)")
+    tensors = store.load(checkpoint)
+    state.optimizer.begin_restore(updates)
+    _fill(state, tensors, checkpoint)
+    state.optimizer.publish()
     return checkpoint.step
 
 
@@ -71,6 +77,7 @@ def config_identity(state: TrainingState) -> dict[str, Any]:
         **model,
         "parallel.layers_per_stage": [len(stage.layers) for stage in stages],
         "precision.compute": config.precision.compute,
+        "optim.zero_stage": "1 or 2" if state.optimizer.is_sharded else "0, or DP 1",
         "data.seq_length": config.data.seq_length,
         "train.global_batch_size": config.train.global_batch_size,
         "train.seed": config.train.seed,
@@ -78,32 +85,22 @@ def config_identity(state: TrainingState) -> dict[str, Any]:
 
 
 def _fill(state: TrainingState, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
-    for name, parameter in state.parameters.items():
-        _copy(parameter, tensors.pop(f"weight/{name}", None), f"weight/{name}", checkpoint)
-        prefix, suffix = "optimizer/", f"/{name}"
-        keys = [key for key in tensors if key.startswith(prefix) and key.endswith(suffix)]
-        state.optimizer.state[parameter] = {
-            key[len(prefix) : -len(suffix)]: tensors.pop(key) for key in keys
-        }
+    for name, target in _tensors(state):
+        source = tensors.pop(name, None)
+        if source is None or source.shape != target.shape or source.dtype != target.dtype:
+            found = "missing" if source is None else f"{source.dtype} {tuple(source.shape)}"
+            raise UserError(
+                f"{checkpoint.path}: {name} is {found}, "
+                f"this run needs {target.dtype} {tuple(target.shape)}"
+            )
+        target.copy_(source)
     if tensors:
         raise UserError(f"{checkpoint.path}: holds unknown tensors: {', '.join(sorted(tensors))}")
 
 
-def _copy(target: Tensor, source: Tensor | None, name: str, checkpoint: Checkpoint) -> None:
-    if source is None or source.shape != target.shape or source.dtype != target.dtype:
-        found = "missing" if source is None else f"{source.dtype} {tuple(source.shape)}"
-        raise UserError(
-            f"{checkpoint.path}: {name} is {found}, "
-            f"this run needs {target.dtype} {tuple(target.shape)}"
-        )
-    target.copy_(source)
-
-
-def _tensors(state: TrainingState) -> list[tuple[str, Tensor]]:
-    tensors: list[tuple[str, Tensor]] = []
-    for name, parameter in state.parameters.items():
-        tensors.append((f"weight/{name}", parameter))
-        for key, value in state.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                tensors.append((f"optimizer/{key}/{name}", value))
-    return tensors
+def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
+    """By ``kind/logical name/first local row``."""
+    for piece in state.optimizer.pieces():
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            if kind in piece.tensors:
+                yield f"{kind}/{piece.name}/{piece.rows.start}", piece.tensors[kind]

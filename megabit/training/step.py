@@ -1,8 +1,9 @@
 """One optimizer step, top to bottom.
 
-count target tokens → run the pipeline schedule (forward, backward; DP reduction of gradients starts
-in its last backward) → complete, measure and clip gradients → AdamW → codes and scales of the new
-weights. Everything a rank needs for it is a ``TrainingState``.
+count target tokens → run the pipeline schedule (forward, backward; the sums of gradients over DP
+start in its last backward) → measure the gradient, clip it or skip the step → AdamW on master
+weights → codes, scales and dense replicas to everyone. Everything a rank needs for it is a
+``TrainingState``.
 """
 
 import math
@@ -14,62 +15,53 @@ from torch import Tensor
 
 from megabit.config import Config
 from megabit.data.batches import Batch
-from megabit.data_parallel import GradientBuckets
+from megabit.data_parallel import ZeroOptimizer
 from megabit.errors import RunError
 from megabit.mesh import ParallelMesh
-from megabit.model import CausalLMStage, build_stage
+from megabit.model import CausalLMStage, build_stage, num_parameters
 from megabit.pipeline.actions import Action
 from megabit.pipeline.execute import run_schedule
 from megabit.pipeline.schedules import make_schedule
 from megabit.reduce import all_reduce
-from megabit.tensor_parallel import ShardedParameter, sharded_parameters
-from megabit.training.gradients import clip, complete_gradients, global_norm
-from megabit.training.optimizer import build_optimizer, set_hyperparameters
+from megabit.tensor_parallel import Noise, tree_blocks
 from megabit.training.schedule import two_stage
 
 
 @dataclass
 class TrainingState:
-    """The model, its gradients and its optimizer on one rank."""
+    """The model and its optimizer on one rank."""
 
     config: Config
     mesh: ParallelMesh
     stage: CausalLMStage
-    parameters: dict[str, ShardedParameter]
-    """By logical name."""
-    gradients: GradientBuckets
-    optimizer: torch.optim.Optimizer
+    optimizer: ZeroOptimizer
     actions: list[Action]
     """What this stage does in a step, in order."""
 
     @staticmethod
     def create(config: Config, mesh: ParallelMesh) -> "TrainingState":
-        """Build and initialise; the model is the same at every layout."""
+        """Build and initialise; the model is the same at every layout. Collective over the mesh."""
         stage = build_stage(config, mesh)
-        parameters = sharded_parameters(stage)
-        per_step = mesh.dp.size * config.train.micro_batch_size
+        microbatches = config.train.global_batch_size // config.train.micro_batch_size
+        own_microbatches = microbatches // mesh.dp.size
         schedule = make_schedule(
-            config.parallel.schedule,
-            stages=config.parallel.pp,
-            microbatches=config.train.global_batch_size // per_step,
+            config.parallel.schedule, stages=config.parallel.pp, microbatches=own_microbatches
         )
-        state = TrainingState(
+        is_exact = config.parallel.exact == "full"
+        weight = stage.embedding_weight
+        return TrainingState(
             config=config,
             mesh=mesh,
             stage=stage,
-            parameters=parameters,
-            gradients=GradientBuckets.create(
-                parameters.values(), mesh.dp, config.parallel.bucket_mb
+            optimizer=ZeroOptimizer.create(
+                stage,
+                mesh,
+                config,
+                tied=(weight, stage.head_use) if stage.is_tied and weight is not None else None,
+                blocks_per_step=tree_blocks(microbatches) // mesh.dp.size if is_exact else 1,
             ),
-            optimizer=build_optimizer(parameters.values(), config.optim),
             actions=schedule[mesh.pp.rank],
         )
-        stage.ternarize()
-        return state
-
-
-class NonFiniteGradient(RunError):
-    """The gradient of a step is infinite or not a number."""
 
 
 @dataclass(frozen=True)
@@ -81,40 +73,40 @@ class StepReport:
     num_tokens: int
     """Target tokens of the step, over all ranks."""
     grad_norm: float
-    """Before clipping."""
+    """Before clipping; inf if the step was skipped because its gradient is not finite."""
     lr: float
     pipeline_s: float
     """This rank's seconds in the pipeline schedule, and how many of them it waited."""
     wait_s: float
 
+    @property
+    def is_skipped(self) -> bool:
+        """Whether no weight was changed."""
+        return not math.isfinite(self.grad_norm)
+
 
 def train_step(state: TrainingState, batch: Batch, step: int) -> StepReport:
     """Run optimizer step ``step`` (0-based) on this rank's part of the global batch.
 
-    Collective over the whole mesh.
-
-    Raises:
-        NonFiniteGradient: on every rank, before any weight is changed.
+    Collective over the whole mesh. If the gradient is infinite or not a number anywhere, all ranks
+    skip the update together: weights, moments and codes stay as they are.
     """
-    config, mesh = state.config, state.mesh
-    loss_sum, num_tokens, pipeline_s, wait_s = forward_backward(state, batch)
-    norm = global_norm(state.parameters.values(), mesh).item()
-    if not math.isfinite(norm):
-        raise NonFiniteGradient(
-            f"step {step + 1}: the gradient norm is {norm}; the weights stay those after step "
-            f"{step}. Lower optim.lr, or look at the data of this step"
-        )
-    clip(state.gradients, norm, config.optim.clip_grad_norm)
+    config, optimizer = state.config, state.optimizer
+    loss_sum, num_tokens, pipeline_s, wait_s = forward_backward(state, batch, step)
+    norm = optimizer.gradient_norm(num_parameters(config.model))
     values = two_stage(config.optim, step, config.train.steps)
-    set_hyperparameters(state.optimizer, values)
-    state.optimizer.step()
-    state.stage.ternarize()
+    if math.isfinite(norm):
+        limit = config.optim.clip_grad_norm
+        scale = limit / norm if limit and norm > limit else 1.0
+        optimizer.step(scale, values.lr, values.weight_decay)
     loss = loss_sum.item() / num_tokens
     return StepReport(loss, num_tokens, norm, values.lr, pipeline_s, wait_s)
 
 
-def forward_backward(state: TrainingState, batch: Batch) -> tuple[Tensor, int, float, float]:
-    """Gradients of the mean loss over the global batch, complete, in ``state.gradients``.
+def forward_backward(
+    state: TrainingState, batch: Batch, step: int
+) -> tuple[Tensor, int, float, float]:
+    """Gradients of the mean loss over the global batch, complete, in ``state.optimizer``.
 
     Returns the loss sum (fp64, over all ranks), the target tokens of the step, and the seconds that
     the schedule took and waited. The loss is a sum divided by the *global* token count, so it does
@@ -125,20 +117,22 @@ def forward_backward(state: TrainingState, batch: Batch) -> tuple[Tensor, int, f
     num_tokens = count_targets(batch, mesh)
     if num_tokens == 0:
         raise RunError("a step has no target token: every prediction of its samples is masked")
-    state.gradients.zero()
+    microbatches = len(batch.inputs)
+    first = mesh.dp.rank * microbatches
+    seed = state.config.train.seed
+    state.optimizer.gradients.begin_step(microbatches)
     result = run_schedule(
         state.actions,
         stage,
         batch.inputs,
         partial(microbatch_loss, stage, batch),
         mesh.pp,
+        noises=[Noise(seed, step, first + i) for i in range(microbatches)],
         output_gradient=torch.tensor(
             1 / num_tokens, dtype=stage.context.master_dtype, device=mesh.device
         ),
-        before_last_backward=state.gradients.expect_last_backward,
     )
-    state.gradients.finish()
-    complete_gradients(stage, state.parameters.values(), mesh)
+    state.optimizer.finish_gradients()
     loss_sum = sum_over_stages(result.outputs, mesh)
     return loss_sum, num_tokens, result.busy_s, result.wait_s
 

@@ -17,19 +17,27 @@ from megabit.data.batches import BatchSource, Prefetcher
 from megabit.data.corpus import CorpusInfo, check_vocab, load_corpus
 from megabit.data.sampler import HeldOutWindows, TrainingSampler
 from megabit.data.tokenizer import END_OF_TEXT
-from megabit.errors import UserError
+from megabit.errors import RunError, UserError
 from megabit.mesh import ParallelMesh
 from megabit.model import num_parameters
 from megabit.reduce import any_rank, first_problem, is_same
 from megabit.telemetry import MetricsLog
 from megabit.training import resume
+from megabit.training.accounting import largest_peak_mib, take_account
 from megabit.training.evaluate import Evaluation, evaluate
 from megabit.training.interval import Interval
 from megabit.training.report import draw_curve, write_text
 from megabit.training.sample import sample_text
-from megabit.training.step import NonFiniteGradient, TrainingState, train_step
+from megabit.training.step import StepReport, TrainingState, train_step
 from megabit.training.stop import StopSignal
 from megabit_kernels import product_kernel
+
+MAX_SKIPS = 10
+"""Steps in a row without a finite gradient after which a run ends."""
+
+
+class TooManySkips(RunError):
+    """Training does not go on: no gradient is finite any more."""
 
 
 @dataclass(frozen=True)
@@ -206,16 +214,23 @@ class Trainer:
             source, step * batch_size, batch_size, self.state.config.data.prefetch
         )
         interval = Interval(self.state)
-        saved = step
+        saved, skips, is_accounted = step, 0, False
         try:
             with StopSignal(mesh.world, mesh.device) as stop:
                 while step < config.steps and not stop.agreed():
                     interval.begin_step()
-                    interval.end_step(train_step(self.state, prefetcher.next(), step))
+                    report = train_step(self.state, prefetcher.next(), step)
+                    interval.end_step(report)
+                    skips = self._check_skipped(report, step, skips)
                     step += 1
                     self.log.advance(step)
                     if _is_due(step, config.log_interval) or step == config.steps:
-                        self.log.interval(interval.metrics(step, self.corpus.train))
+                        metrics = interval.metrics(step, self.corpus.train)
+                        self.log.interval(metrics)
+                        if not is_accounted:
+                            accounting = take_account(self.state, metrics, interval.steps)
+                            self.log.accounting(step, accounting)
+                            is_accounted = True
                         interval = Interval(self.state)
                     if _is_due(step, config.eval_interval) and step < config.steps:
                         self.evaluate(step, config.eval_samples)
@@ -224,13 +239,26 @@ class Trainer:
                         saved = step
                 if step > saved:
                     self.save(step)
-        except NonFiniteGradient:
+        except TooManySkips:
             if step > saved:  # the weights are still good
                 self.save(step)
             raise
         finally:
             prefetcher.close()
         return step
+
+    def _check_skipped(self, report: StepReport, step: int, skips: int) -> int:
+        """How many steps in a row have been skipped; says so, and gives up after too many."""
+        if not report.is_skipped:
+            return 0
+        self.log.say(f"step {step + 1:>6}  skipped: its gradient is infinite or not a number")
+        if skips + 1 == MAX_SKIPS:
+            raise TooManySkips(
+                f"step {step + 1}: the gradients of {MAX_SKIPS} steps in a row were infinite or "
+                f"not a number; the weights stay those after step {step + 1 - MAX_SKIPS}. "
+                "Lower optim.lr, or look at the data of these steps"
+            )
+        return skips + 1
 
     def evaluate(self, step: int, limit: int | None = None) -> Evaluation:
         """Held-out loss after ``step`` steps, on ``limit`` windows or on all text."""
@@ -266,6 +294,7 @@ def conclude(
         console.rule("sample")
         console.print(sample, markup=False, highlight=False, soft_wrap=True)
         console.rule()
+    peak_memory_mib = largest_peak_mib(mesh)
     if not mesh.is_main:
         return
     layout = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
@@ -275,6 +304,7 @@ def conclude(
         "steps": config.train.steps,
         "parameters": num_parameters(config.model),
         "layout": layout,
+        "peak_memory_mib": round(peak_memory_mib, 1),
         "held_out_loss": result.loss,
         "held_out_bits_per_byte": result.bits_per_byte,
         "held_out_tokens": result.num_tokens,

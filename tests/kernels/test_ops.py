@@ -68,6 +68,8 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             OPS.weight_gradient,
             (randn(66, 5).t(), x_q, x_scale, torch.float32),
         ),
+        "abs_sum": (OPS.abs_sum, (randn(66, 70), 10_000)),
+        "square_sum": (OPS.square_sum, (randn(66, 70), 8.0, 10_000)),
         "absmean_scale": (OPS.absmean_scale, (randn(66, 70),)),
         "lay_out": (OPS.lay_out, (weight.data, "panels")),
         "lay_out int8": (OPS.lay_out, (weight.data, "int8")),
@@ -76,6 +78,8 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "unpack int8": (OPS.unpack, (weight.data, "int8", 66, 70, torch.int8)),
         "input_gradient": (OPS.input_gradient, (grad, *bit)),
         "weight_gradient": (OPS.weight_gradient, (grad, x_q, x_scale, torch.float32)),
+        "int8_input_gradient": (OPS.int8_input_gradient, (grad, *bit[:-1], 3)),
+        "int8_weight_gradients": (OPS.int8_weight_gradients, ([grad, grad], x_q, x_scale, 3)),
         "cross_entropy": (OPS.cross_entropy, (randn(5, 70).requires_grad_(), targets)),
         "cross_entropy_gradient": (
             OPS.cross_entropy_gradient,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabit.model.attention import HeadSplit, kv_rows
+from megabit.model.kv_heads import HeadSplit, kv_rows
 
 
 def divisors(n: int) -> list[int]:

@@ -124,3 +124,75 @@ def test_a_replicated_norm_sends_nothing() -> None:
         return norm.weight.shard.grad_is_partial, tp.sent_bytes
 
     assert run_ranks(run, 2) == [(True, 0)] * 2
+
+
+# Layout-exact training
+
+
+BLOCKS = 8
+EXACT_TOKENS = 40  # 5 in each of 8 blocks
+
+
+def exact_inputs(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, gain, grad = inputs(size)
+    return x[100 : 100 + EXACT_TOKENS], gain, grad[100 : 100 + EXACT_TOKENS]
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_the_degree_does_not_change_a_bit_of_the_gain_of_own_tokens(degree: int) -> None:
+    """Under sequence parallelism, against all tokens on one process; the sum is done backward."""
+    x, gain, grad = exact_inputs(16)
+
+    def run(axis: Axis, trees: int | None = BLOCKS) -> tuple[Tensor, Tensor, dict[str, float]]:
+        context = replace(
+            LayerContext.single(), tp=axis, sequence_parallel=axis.size > 1, tree_blocks=trees
+        )
+        norm = norm_of(whole(16, axis.rank == 0), gain, context)
+        assert norm.weight.shard.grad_is_partial == (trees is None and axis.size > 1)
+        own = x.chunk(axis.size)[axis.rank].clone().requires_grad_()
+        norm(own).values.backward(grad.chunk(axis.size)[axis.rank])
+        assert own.grad is not None
+        assert norm.weight.grad is not None
+        return own.grad, norm.weight.grad, dict(axis.sent)
+
+    dx, d_gain, _ = run(Axis.single("tp"))
+    device = torch.device("cpu")
+    ranks = run_ranks(lambda: run(ParallelMesh.create(degree, 1, device).tp), degree)
+    assert torch.equal(torch.cat([r[0] for r in ranks]), dx)
+    for _, found, sent in ranks:
+        assert torch.equal(found, d_gain)
+        assert sent == {"weight gradients": 2 * (degree - 1) / degree * 16 * 4}
+    # So it can fail: one sum over all tokens, or ranks' sums added up as they come, are others.
+    _, plain, _ = run(Axis.single("tp"), None)
+    assert not torch.equal(plain, d_gain)
+    torch.testing.assert_close(plain, d_gain, rtol=1e-5, atol=1e-5)  # of 40 terms of size 1
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+@pytest.mark.parametrize("partition", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_degree_does_not_change_a_bit_of_a_split_gain(
+    partition: BlockPartition, degree: int, sequence_parallel: bool
+) -> None:
+    """A sum over tokens of fewer columns, in a tree; nothing more is sent for it."""
+    x, gain, grad = exact_inputs(partition.size)
+
+    def run(axis: Axis) -> tuple[Tensor, set[str]]:
+        span = partition.span(axis.rank, axis.size)
+        context = replace(
+            LayerContext.single(),
+            tp=axis,
+            sequence_parallel=sequence_parallel and axis.size > 1,
+            tree_blocks=BLOCKS,
+        )
+        norm = norm_of(span, gain, context)
+        own = x[:, span.start : span.stop].clone().requires_grad_()
+        norm(own).values.backward(grad[:, span.start : span.stop])
+        assert norm.weight.grad is not None
+        return norm.weight.grad, set(axis.sent)
+
+    d_gain, _ = run(Axis.single("tp"))
+    device = torch.device("cpu")
+    ranks = run_ranks(lambda: run(ParallelMesh.create(degree, 1, device).tp), degree)
+    assert torch.equal(torch.cat([r[0] for r in ranks]), d_gain)
+    assert all(sent == {"statistics"} for _, sent in ranks)

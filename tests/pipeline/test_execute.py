@@ -14,14 +14,18 @@ from megabit.config import Config, load_config
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStage, build_stage
+from megabit.pipeline.actions import Backward, Forward
 from megabit.pipeline.execute import PipelineResult, run_schedule
 from megabit.pipeline.schedules import make_schedule
+from megabit.tensor_parallel import Noise
 
 Name: TypeAlias = Literal["1f1b", "gpipe", "forward_only"]
 
 B, S, H = 2, 8, 32
 GRADIENT = torch.tensor(0.125)
 """Of the objective with respect to the loss sums."""
+FIRST = 40
+"""Number of the first microbatch in the global batch."""
 
 
 def config(*settings: str) -> Config:
@@ -52,7 +56,8 @@ class Ran:
     result: PipelineResult
     sent_bytes: float
     events: list[str]
-    """``gradient`` when the first parameter got one, ``announced`` before the last backward."""
+    """In order: ``F 3`` when the stage computed the microbatch of which the noise says that it is
+    number 3, ``gradient`` when the first parameter got one."""
 
 
 def run(
@@ -67,6 +72,7 @@ def run(
     prepare(stage)
     events: list[str] = []
     next(stage.parameters()).register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    stage.register_forward_pre_hook(lambda _, inputs: events.append(f"F {inputs[2].microbatch}"))
     inputs, targets, mask = microbatches(count)
     result = run_schedule(
         make_schedule(name, pp, count)[mesh.pp.rank],
@@ -74,8 +80,8 @@ def run(
         inputs,
         lambda hidden, i: stage.loss(hidden, targets[i], mask[i]),
         mesh.pp,
+        noises=[Noise(seed=0, step=0, microbatch=FIRST + i) for i in range(count)],
         output_gradient=GRADIENT,
-        before_last_backward=lambda: events.append("announced"),
     )
     gradients = {n: p.grad for n, p in stage.named_parameters() if p.grad is not None}
     return Ran(result.outputs, gradients, result, mesh.pp.sent_bytes, events)
@@ -113,7 +119,15 @@ def test_equals_a_plain_loop(name: Name, pp: int) -> None:
         ranks = run_ranks(lambda count=count: run(laid_out, name, count), pp)
         assert_equals_plain_loop(ranks, count)
         for stage, ran in enumerate(ranks):
-            assert ran.events == ["gradient"] * (count - 1) + ["announced", "gradient"]
+            # Each microbatch with its own noise, and a gradient handed over in each backward pass,
+            # as the schedule has it: data parallelism counts them to know the last one.
+            actions = make_schedule(name, pp, count)[stage]
+            assert ran.events == [
+                f"F {FIRST + action.microbatch}" if isinstance(action, Forward) else "gradient"
+                for action in actions
+                if isinstance(action, Forward | Backward)
+            ]
+            assert ran.events.count("gradient") == count
             assert 0 <= ran.result.wait_s <= ran.result.busy_s
             messages = count * ((stage < pp - 1) + (stage > 0))
             assert ran.sent_bytes == messages * B * S * H * 4
@@ -158,4 +172,4 @@ def test_forward_only_keeps_no_graph(pp: int) -> None:
     for ran, graphs in ranks:
         assert graphs == [False] * 3
         assert ran.gradients == {}
-        assert ran.events == []
+        assert ran.events == [f"F {FIRST + i}" for i in range(3)]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ def metrics(step: int, **changes: Any) -> IntervalMetrics:
         "loss": 2.5,
         "bits_per_byte": 1.25,
         "grad_norm": 0.5,
+        "skipped": 0,
         "lr": 1e-3,
         "tokens_per_s": 12_345.6,
         "zero_fraction": 0.25,
         "sent_mb": {"tp": 1.5, "pp": 0.3, "dp": 0.0},
+        "sent_by_purpose_mb": {"tp activations": 1.5, "pp activations": 0.3},
         "bubble": 0.13,
     }
     return IntervalMetrics(step=step, **{**values, **changes})
@@ -51,15 +54,35 @@ def test_a_json_line_for_each_report(tmp_path: Path) -> None:
             "loss": 2.5,
             "bits_per_byte": 1.25,
             "grad_norm": 0.5,
+            "skipped": 0,
             "lr": 1e-3,
             "tokens_per_s": 12_345.6,
             "zero_fraction": 0.25,
             "sent_mb": {"tp": 1.5, "pp": 0.3, "dp": 0.0},
+            "sent_by_purpose_mb": {"tp activations": 1.5, "pp activations": 0.3},
             "bubble": 0.13,
         },
         {"step": 5, "held_out_loss": 3.5, "held_out_bits_per_byte": 1.75},
     ]
     assert read_metrics(path) == rows
+
+
+def test_numbers_that_are_none_become_null(tmp_path: Path) -> None:
+    """JSON has no NaN, and strict readers refuse what Python writes for it."""
+    path = tmp_path / "metrics.jsonl"
+    with log(path) as run:
+        run.interval(metrics(5, loss=math.nan, bits_per_byte=math.nan, grad_norm=math.inf))
+        run.evaluation(5, math.nan, -math.inf)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = path.read_text().splitlines()
+    interval, evaluation = (json.loads(line, parse_constant=refuse) for line in lines)
+    assert [interval[key] for key in ("loss", "bits_per_byte", "grad_norm")] == [None] * 3
+    assert interval["tokens_per_s"] == 12_345.6
+    assert evaluation == {"step": 5, "held_out_loss": None, "held_out_bits_per_byte": None}
+    assert read_metrics(path) == [interval, evaluation]
 
 
 def test_lines_on_the_console(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megabit.tensor_parallel import (
     Span,
     ternarize_layers,
 )
-from megabit_kernels import numerics
+from megabit_kernels import TernaryWeight, numerics
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -163,6 +163,42 @@ def test_loaded_or_converted_weights_are_quantized_anew() -> None:
         assert torch.equal(layer.ternary().codes(), codes)
         assert torch.equal(layer.ternary().scale, gamma)
     assert list(layer.state_dict()) == ["weight"]  # codes are derived, never stored
+
+
+def test_a_layer_without_its_latent_weight_computes_with_the_codes_it_receives() -> None:
+    """As in training: what it holds is codes and γ, and where gradients go is a shape."""
+    span = BlockPartition(8, 2).span(0, 1)
+    layer, expected = (ColumnParallelBitLinear(8, span, LayerContext.single()) for _ in range(2))
+    for other in (layer, expected):
+        set_weight(other, randn(8, 8))
+    ternary = layer.ternary()
+    newer = TernaryWeight.from_latent(randn(8, 8, seed=1), torch.tensor(0.7))
+    x, grad = randn(5, 8, seed=2), randn(5, 8, seed=3)
+    wanted = torch.autograd.grad(expected(x.requires_grad_()), (x, expected.weight), grad)
+
+    layer.give_up_latent()
+    assert layer.weight.is_meta
+    assert layer.weight.shard == expected.weight.shard
+    collected: list[Tensor] = []
+    layer.weight.collect(collected.append)
+    layer.receive(ternary)
+    assert layer.ternary() is ternary
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+    assert torch.equal(dx, wanted[0])
+    y.backward(grad)
+    assert layer.weight.grad is None
+    assert torch.equal(collected[-1], wanted[1])
+
+    # Newer ones are waited for by the forward pass that needs them.
+    layer.weight.expect(lambda: layer.receive(newer))
+    assert torch.equal(layer(x), ternary_product(x, newer))
+
+
+def ternary_product(x: Tensor, weight: TernaryWeight) -> Tensor:
+    scale = numerics.activation_scale(x.detach().abs().amax(-1, keepdim=True))
+    acc = numerics.quantize_activation(x.detach(), scale).int() @ weight.codes().int().t()
+    return numerics.dequantize_product(acc, scale, weight.scale, x.dtype)
 
 
 def test_a_copy_is_a_layer_of_its_own() -> None:
@@ -310,8 +346,8 @@ def test_all_layers_at_once_are_the_same_as_one_by_one(dtype: torch.dtype) -> No
         one_by_one = [layer.ternary() for layer in layers]
         sent_bytes = axis.sent_bytes
         ternarize_layers(layers, axis)
-        # One fp64 number for each layer and block, by a ring's two rounds.
-        assert axis.sent_bytes - sent_bytes == 2 * (axis.size - 1) / axis.size * 8 * 2 * BLOCKS
+        # Two int64 numbers for each layer, by a ring's two rounds.
+        assert axis.sent_bytes - sent_bytes == 2 * (axis.size - 1) / axis.size * 8 * 2 * 2
         together = [layer.ternary() for layer in layers]
         return all(
             torch.equal(a.codes(), b.codes()) and torch.equal(a.scale, b.scale)

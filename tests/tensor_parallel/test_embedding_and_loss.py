@@ -89,6 +89,25 @@ def test_embedding_in_the_compute_dtype() -> None:
     assert torch.equal(embedding(tokens), F.embedding(tokens, embedding.weight).bfloat16())
 
 
+def test_the_gradient_of_a_bf16_replica_is_added_up_in_fp32() -> None:
+    """300 tokens of one row: in bf16 a sum of ones would stop at 256."""
+    context = replace(
+        LayerContext.single(), compute_dtype=torch.bfloat16, master_dtype=torch.bfloat16
+    )
+    embedding = VocabParallelEmbedding(VOCAB.span(0, 1), HIDDEN, context)
+    collected: list[Tensor] = []
+    embedding.weight.collect(collected.append)
+    x = embedding(torch.full((300,), 7))
+    assert x.dtype == torch.bfloat16
+    x.sum(dtype=torch.float32).backward()
+    (gradient,) = collected
+    assert embedding.weight.grad is None
+    assert gradient.dtype == torch.float32
+    expected = torch.zeros(VOCAB.size, HIDDEN)
+    expected[7] = 300
+    assert torch.equal(gradient, expected)
+
+
 # Cross-entropy
 
 

@@ -27,7 +27,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> CorpusInfo:
 
 
 def end_of_text(corpus: CorpusInfo) -> int:
-    return int(corpus.load_tokenizer().token_to_id(END_OF_TEXT))
+    token = corpus.load_tokenizer().token_to_id(END_OF_TEXT)
+    assert token is not None
+    return token
 
 
 @pytest.fixture(scope="module")

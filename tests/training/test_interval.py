@@ -1,5 +1,7 @@
 """What a log line says of a few steps, against what was seen while they ran."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,8 @@ from megabit.telemetry import IntervalMetrics
 from megabit.tensor_parallel import ternary_layers
 from megabit.training.interval import Interval
 from megabit.training.parity import sample_source, uneven_batch
-from megabit.training.step import TrainingState, train_step
-from tests.training.tiny import make_mesh, tiny
+from megabit.training.step import StepReport, TrainingState, train_step
+from tests.training.tiny import make_mesh, poisoned, tiny
 
 SPLIT = SplitInfo(documents=1, tokens=100, bytes=300)
 
@@ -41,7 +43,7 @@ def test_metrics_of_two_steps(settings: tuple[str, ...], world_size: int) -> Non
             losses.append(-report.num_tokens)
             norms.append(report.grad_norm)
         sent = {axis: total - before[axis] for axis, total in mesh.sent_bytes().items()}
-        mesh.tp.sent_bytes += 1e9  # an evaluation between the steps and the line
+        mesh.tp.sent["activations"] += 10**9  # an evaluation between the steps and the line
         codes = [
             layer.weight.shard.owned(layer.ternary().codes())
             for layer in ternary_layers(state.stage)
@@ -63,3 +65,48 @@ def test_metrics_of_two_steps(settings: tuple[str, ...], world_size: int) -> Non
         assert metrics.sent_mb[axis] == pytest.approx(expected, rel=1e-12)
     assert metrics.tokens_per_s > 0
     assert (0 < metrics.bubble < 1) if config.parallel.pp > 1 else metrics.bubble == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_skipped_steps_are_counted_and_left_out_of_the_means(bad: float) -> None:
+    """Of three steps the second; and of one step that one."""
+    config = tiny()
+    samples = sample_source(config)
+
+    def run() -> tuple[IntervalMetrics, IntervalMetrics, list[StepReport]]:
+        state = TrainingState.create(config, make_mesh(config))
+        interval, reports = Interval(state), []
+        before = state.mesh.sent()
+        for step in range(3):
+            interval.begin_step()
+            batch = uneven_batch(config, state.mesh, step, samples)
+            if step == 1 and state.mesh.world.rank == 1:
+                with poisoned(state, "model.embed_tokens.weight", bad):
+                    reports.append(train_step(state, batch, step))
+            else:
+                reports.append(train_step(state, batch, step))
+            interval.end_step(reports[-1])
+        sent = {key: count - before.get(key, 0) for key, count in state.mesh.sent().items()}
+        metrics = interval.metrics(3, SPLIT)
+        # Both ranks send the same here.
+        assert metrics.sent_by_purpose_mb == pytest.approx(
+            {" ".join(key): 2 * count / 3 / 1e6 for key, count in sent.items() if count}, rel=1e-12
+        )
+        only = Interval(state)
+        only.end_step(reports[1])
+        return metrics, only.metrics(3, SPLIT), reports
+
+    for metrics, only, reports in run_ranks(run, 2):
+        assert [report.is_skipped for report in reports] == [False, True, False]
+        updates = reports[::2]
+        tokens = sum(report.num_tokens for report in updates)
+        loss = sum(report.loss * report.num_tokens for report in updates) / tokens
+        assert metrics.skipped == 1
+        assert metrics.loss == pytest.approx(loss, rel=1e-12)
+        assert metrics.grad_norm == pytest.approx(sum(r.grad_norm for r in updates) / 2, rel=1e-12)
+        assert {"dp weights", "dp weight gradients", "world scales"} <= {
+            *metrics.sent_by_purpose_mb
+        }
+        assert only.skipped == 1
+        assert all(map(math.isnan, (only.loss, only.grad_norm, only.bits_per_byte)))
+        assert only.tokens_per_s > 0

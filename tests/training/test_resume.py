@@ -1,35 +1,36 @@
 """Checkpoints: a run that was interrupted goes on to the same bits, or says why it cannot."""
 
-import io
-import os
 import re
 import resource
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from safetensors.torch import load_file
-from torch import Tensor
 
 from megabit.checkpoint import CheckpointStore
-from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.errors import RunError, UserError
 from megabit.launch import RankError, run_ranks
 from megabit.mesh import ParallelMesh
-from megabit.telemetry.metrics import read_metrics
 from megabit.training import trainer
-from tests.training.tiny import make_mesh, tiny, tiny_corpus
+from tests.training.runs import (
+    AtStep,
+    assert_same_tensors,
+    checkpoint,
+    config_of,
+    refused,
+    rows,
+    train,
+)
+from tests.training.tiny import make_mesh, tiny_corpus
 
 TP2_PP2 = ("parallel.tp=2", "parallel.pp=2")
 ONE_PROCESS, FOUR_RANKS = ((), 1), (TP2_PP2, 4)
-TIMES = {"tokens_per_s", "bubble"}
 
 
 @pytest.fixture(scope="module")
@@ -37,76 +38,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> CorpusInfo:
     return tiny_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def config_of(corpus: CorpusInfo, folder: Path, *settings: str) -> Config:
-    return tiny(f"data.dir={corpus.dir}", f"run.dir={folder}", *settings)
-
-
-class AtStep(io.StringIO):
-    """A console's file that sends the process a signal once a step is reported on it."""
-
-    def __init__(self, step: int, number: signal.Signals) -> None:
-        super().__init__()
-        self.line = re.compile(rf"^step +{step}  loss", re.MULTILINE)
-        self.number = number
-
-    def write(self, text: str) -> int:
-        if self.line.search(text):
-            os.kill(os.getpid(), self.number)
-        return super().write(text)
-
-
-def train(
-    config: Config, world_size: int, file: Callable[[], io.StringIO] = io.StringIO
-) -> tuple[bool, str]:
-    """Whether a run in ranks of its own finished, and what it said."""
-
-    def run() -> tuple[bool, str]:
-        mesh = make_mesh(config)
-        console = Console(file=file(), width=200, quiet=not mesh.is_main)
-        finished = trainer.train(config, mesh, console)
-        assert isinstance(console.file, io.StringIO)
-        return finished, console.file.getvalue()
-
-    return run_ranks(run, world_size)[0]
-
-
-def refused(config: Config, world_size: int) -> str:
-    """The one line with which rank 0, and all others with it, refuses to start."""
-
-    def run() -> list[str]:
-        with pytest.raises(UserError) as caught:
-            trainer.train(config, make_mesh(config), Console(quiet=True))
-        return list(caught.value.problems)
-
-    ranks = run_ranks(run, world_size)
-    assert [len(problems) for problems in ranks] == [1] * world_size
-    return ranks[0][0]  # the only rank that prints
-
-
-def checkpoint(folder: Path, step: int) -> dict[str, dict[str, Tensor]]:
-    """All tensors of a checkpoint by rank file."""
-    files = sorted((folder / "checkpoints" / f"step_{step:08d}").glob("*.safetensors"))
-    return {path.name: load_file(path) for path in files}
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without what a clock says."""
-    metrics = read_metrics(folder / "metrics.jsonl")
-    return [{key: row[key] for key in row.keys() - TIMES} for row in metrics]
-
-
 def assert_same_run(folder: Path, other: Path, world_size: int) -> None:
     assert rows(folder) == rows(other)
     assert len(rows(folder)) == 7  # of 6 steps and an evaluation
-    ranks, other_ranks = checkpoint(folder, 6), checkpoint(other, 6)
-    assert ranks.keys() == other_ranks.keys()
+    ranks = checkpoint(folder, 6)
     assert len(ranks) == world_size
-    for name, tensors in ranks.items():
-        assert tensors.keys() == other_ranks[name].keys()
-        assert any(key.startswith("optimizer/exp_avg_sq/") for key in tensors)
-        assert any(key.startswith("weight/") for key in tensors)
-        for key, tensor in tensors.items():
-            assert torch.equal(tensor, other_ranks[name][key]), key
+    assert_same_tensors(ranks, checkpoint(other, 6))
 
 
 @pytest.mark.parametrize(("settings", "world_size"), [ONE_PROCESS, FOUR_RANKS])

@@ -4,8 +4,10 @@ Ranks are forks, so what is imported here is imported once and not in each of th
 optimizers and matplotlib import most of their code, for seconds, when they are first used.
 """
 
+import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib.backends.backend_agg
@@ -18,8 +20,9 @@ from torch import Tensor
 from megabit.config import Config, load_config
 from megabit.data.batches import Batch
 from megabit.data.prepare import CorpusInfo, prepare_corpus
+from megabit.data_parallel import Piece, ZeroOptimizer
 from megabit.mesh import ParallelMesh
-from megabit.tensor_parallel import Shard
+from megabit.tensor_parallel import ternary_layers
 from megabit.training.step import TrainingState
 
 # KV heads are fewer than query heads, so that tp=4 has to share them.
@@ -32,8 +35,8 @@ SETTINGS = (
 )
 SENTENCE = "the quick brown fox jumps over a lazy dog and runs away from home to see the sea"
 
-Owned = dict[str, tuple[Shard, Tensor]]
-"""By logical name: where a rank's owned part of a tensor belongs, and the part."""
+Owned = list[tuple[str, Piece, Tensor]]
+"""Logical name, where a rank's part of that tensor belongs, and the part."""
 
 
 def tiny(*settings: str) -> Config:
@@ -69,30 +72,53 @@ def own_batch(config: Config, mesh: ParallelMesh, step: int) -> Batch:
     return Batch(own(batch.inputs), own(batch.targets), own(batch.mask))
 
 
-def owned(state: TrainingState, tensors: Iterable[tuple[str, Tensor | None]]) -> Owned:
-    """What the calling rank counts of ``tensors``; nothing on all DP ranks but the first."""
-    if state.mesh.dp.rank:
-        return {}
-    shards = {name: parameter.shard for name, parameter in state.parameters.items()}
-    return {
-        name: (shards[name], shards[name].owned(tensor.detach()).clone())
-        for name, tensor in tensors
-        if tensor is not None
-    }
+def owned(optimizer: ZeroOptimizer, kind: str = "master") -> Owned:
+    """What the calling rank counts of the optimizer's ``kind`` of tensors; nothing on all DP ranks
+    but the first where they hold the same."""
+    if optimizer.mesh.dp.rank and not optimizer.is_sharded:
+        return []
+    pieces = optimizer.pieces(owned=True)
+    return [(piece.name, piece, piece.tensors[kind].clone()) for piece in pieces]
 
 
-def logical(ranks: Sequence[Owned]) -> dict[str, Tensor]:
+def logical(ranks: Iterable[Owned]) -> dict[str, Tensor]:
     """Whole tensors from what all ranks own. Every element must come from exactly one of them."""
     wholes: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
-    for name, (shard, part) in (item for rank in ranks for item in rank.items()):
-        whole = wholes.setdefault(name, part.new_zeros(shard.shape))
-        count = counts.setdefault(name, torch.zeros(shard.shape))
-        start, width = shard.span.owned_start, part.shape[shard.dim]
-        whole.narrow(shard.dim, start, width).copy_(part)
-        count.narrow(shard.dim, start, width).add_(1)
+    for name, piece, part in (item for rank in ranks for item in rank):
+        whole = wholes.setdefault(name, part.new_zeros(piece.shard.shape))
+        whole[piece.index] = part
+        counts.setdefault(name, torch.zeros(piece.shard.shape))[piece.index] += 1
     assert all((count == 1).all() for count in counts.values())
     return wholes
+
+
+def bits(state: TrainingState) -> list[Tensor]:
+    """Masters, moments, Adam's step counts and codes, as integers, so that NaN equals itself."""
+    pieces = [piece.tensors for piece in state.optimizer.pieces()]
+    kinds = ("master", "exp_avg", "exp_avg_sq")
+    kept = [tensors[kind] for tensors in pieces for kind in kinds if kind in tensors]
+    kept += [values["step"] for values in state.optimizer.adam.state.values()]
+    codes = [layer.ternary().codes() for layer in ternary_layers(state.stage)]
+    return [*(tensor.clone().view(torch.int32) for tensor in kept), *(c.clone() for c in codes)]
+
+
+@contextmanager
+def poisoned(state: TrainingState, name: str, bad: float = math.nan) -> Iterator[None]:
+    """Meanwhile the last element of each of the calling rank's gradients of ``name`` is ``bad``."""
+    slots = [slot for b in state.optimizer.gradients.buckets for slot in b.layout.slots]
+    (parameter,) = (slot.parameter for slot in slots if slot.name == name)
+    collector = parameter._collector
+    assert collector is not None
+
+    def collect(gradient: Tensor) -> None:
+        gradient = gradient.clone()
+        gradient.view(-1)[-1] = bad
+        collector(gradient)
+
+    parameter._collector = collect
+    yield
+    parameter._collector = collector
 
 
 def write_texts(folder: Path, documents: int = 12, words: int = 60) -> Path:

@@ -1,7 +1,6 @@
-"""Latent weights to ternary codes: γ by one reduction, then every layout from one reading.
+"""Latent weights to ternary codes: every layout from one reading.
 
-γ never leaves the device, so nothing waits for the host. Σ|W| is taken in fp64 over pieces of fixed
-size, and the pieces are added in their order, so its bits depend on nothing but W.
+γ, from ``numerics.absmean_scale``, never leaves the device, so nothing waits for the host.
 
 A code needs no division: round(W/γ) > 0 exactly where W > γ/2. Were W the next number above γ/2,
 W/γ would lie above 1/2 by more than half a unit in the last place and so not be rounded to the tie.
@@ -15,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabit_kernels import numerics
 from megabit_kernels.triton.compile_spec import CompileSpec
 from megabit_kernels.triton.launch import check_float, on_one_device
 from megabit_kernels.triton.limits import FLOATS
@@ -23,37 +21,9 @@ from megabit_kernels.triton.limits import FLOATS
 CodeFormat = Literal["planes", "packed", "int8", "bf16"]
 """Where codes can go: the layouts, and bf16 for a product in floating point."""
 
-PIECE = 65_536
-"""Weights that one program adds up."""
-STEP = 4096
 ROWS = 16
 COLUMNS = tl.constexpr(256)
 """Columns of a tile: one block of ``planes``."""
-
-
-def absmean_scale(weight: Tensor) -> Tensor:
-    """γ of an unsharded ``weight`` (fp32 or bf16, any shape), as ``numerics.absmean_scale``.
-
-    Returns:
-        0-dimensional, fp32.
-    """
-    return numerics.weight_scale(sum_of_magnitudes(weight), weight.numel(), torch.float32)
-
-
-def sum_of_magnitudes(weight: Tensor) -> Tensor:
-    """Σ|W| of ``weight``, fp32 or bf16 of any shape: fp64, 0-dimensional."""
-    check_float("weight", weight)
-    on_one_device(weight=weight)
-    weight = weight.contiguous()
-    pieces = torch.empty(
-        triton.cdiv(weight.numel(), PIECE), dtype=torch.float64, device=weight.device
-    )
-    if weight.numel() > 0:
-        with torch.cuda.device_of(weight):
-            _sum_magnitudes_kernel[pieces.shape](
-                weight, pieces, weight.numel(), PIECE, STEP, num_warps=8
-            )
-    return pieces.sum()
 
 
 def ternarize(weight: Tensor, scale: Tensor, outputs: Sequence[CodeFormat]) -> tuple[Tensor, ...]:
@@ -98,24 +68,6 @@ def ternarize(weight: Tensor, scale: Tensor, outputs: Sequence[CodeFormat]) -> t
                 num_warps=4,
             )
     return tuple(results.values())
-
-
-@triton.jit
-def _sum_magnitudes_kernel(
-    weight_ptr: tl.tensor,
-    pieces_ptr: tl.tensor,
-    numel: tl.tensor,
-    PIECE: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
-    piece = tl.program_id(0)
-    start = piece.to(tl.int64) * PIECE
-    total = tl.zeros((STEP,), tl.float64)
-    for offset in range(0, PIECE, STEP):
-        index = start + offset + tl.arange(0, STEP)
-        weight = tl.load(weight_ptr + index, mask=index < numel, other=0.0)
-        total += tl.abs(weight.to(tl.float32)).to(tl.float64)
-    tl.store(pieces_ptr + piece, tl.sum(total))
 
 
 @triton.jit
@@ -169,21 +121,11 @@ def _empty(output: CodeFormat, weight: Tensor) -> Tensor:
 
 
 def compile_specs() -> tuple[CompileSpec, ...]:
-    """Both passes for both dtypes; codes for inference, for storage and for training."""
+    """Both dtypes; codes for inference, for storage and for training."""
     return tuple(
         spec
         for dtype in FLOATS.values()
         for spec in (
-            CompileSpec(
-                name=f"absmean {dtype[1:]}",
-                kernel=_sum_magnitudes_kernel,
-                signature={"weight_ptr": dtype, "pieces_ptr": "*fp64", "numel": "i32"},
-                constants={"PIECE": PIECE, "STEP": STEP},
-                num_warps=8,
-                num_stages=1,
-                tensor_cores=None,
-                aligned=("numel",),
-            ),
             _ternarize_spec(dtype, ("planes",)),
             _ternarize_spec(dtype, ("packed",)),
             _ternarize_spec(dtype, ("int8", "bf16")),

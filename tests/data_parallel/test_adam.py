@@ -1,4 +1,4 @@
-"""The optimizer: a plain torch loop gives the same weights, and only NVIDIA's apex is used."""
+"""AdamW on the masters: a plain torch loop gives the same, and only NVIDIA's apex is used."""
 
 import sys
 from collections.abc import Callable
@@ -34,8 +34,9 @@ def test_three_steps_equal_a_plain_torch_loop(linear: str) -> None:
     weights = dict(copy.named_parameters())
     gains = [p for name, p in weights.items() if "norm" in name]
     matrices = [p for name, p in weights.items() if "norm" not in name]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(
-        [{"params": matrices}, {"params": gains, "weight_decay": 0.0}],
+        groups,
         betas=(0.8, 0.9),
         eps=1e-7,
         foreach=False,
@@ -63,8 +64,10 @@ def test_three_steps_equal_a_plain_torch_loop(linear: str) -> None:
         assert report.loss == pytest.approx(loss.item(), rel=1e-9)
         assert report.grad_norm == pytest.approx(norm.item(), rel=1e-9)
         assert report.lr == pytest.approx(lr, rel=1e-12)
-        for name, parameter in state.parameters.items():
-            torch.testing.assert_close(parameter, weights[name], rtol=1e-9, atol=1e-9, msg=name)
+        pieces = {piece.name: piece.tensors["master"] for piece in state.optimizer.pieces()}
+        assert pieces.keys() == weights.keys()
+        for name, master in pieces.items():
+            torch.testing.assert_close(master, weights[name].data, rtol=1e-9, atol=1e-9, msg=name)
 
 
 # An apex in miniature: the classes that are looked for, and the extensions they need.

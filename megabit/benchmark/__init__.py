@@ -1,0 +1,1 @@
+"""How fast training is: a configuration beside plain torch, and communication beside compute."""

@@ -1,0 +1,246 @@
+"""The ternary-native ZeRO optimizer: fp32 masters and moments in parts, codes for everyone.
+
+A rank of the model holds codes and γ of ternary weights and dense replicas of the rest; masters and
+moments are here only, and from ``zero_stage`` 1 on each DP rank has its part of them (``layout``).
+One step is
+
+    gradients' sums over DP (``buckets``) → tied copies → max|g| and Σg² over the world: clip, or
+    all ranks skip → AdamW on the part → Σ|W| of all tensors, one integer all-reduce → γ, codes
+    of the part → codes and dense replicas to all DP ranks (``publish``)
+
+Sums that decide for all, Σg² and Σ|W|, are integers (``megabit_kernels.numerics``): no order of
+ranks changes them.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megabit.config import Config, OptimConfig
+from megabit.data_parallel.adam import build_adam, set_hyperparameters
+from megabit.data_parallel.buckets import Bucket, GradientBuckets, tied_totals
+from megabit.data_parallel.layout import Kind, lay_out
+from megabit.data_parallel.masters import Master, Piece
+from megabit.data_parallel.publish import Publisher
+from megabit.mesh import ParallelMesh
+from megabit.reduce import all_reduce
+from megabit.tensor_parallel import ShardedParameter, TernaryLayer, sharded_parameters
+from megabit_kernels import numerics, square_sum
+
+
+@dataclass
+class ZeroOptimizer:
+    """The optimizer of a stage, and the way of its gradients and weights over DP."""
+
+    mesh: ParallelMesh
+    gradients: GradientBuckets
+    masters: list[Master]
+    adam: torch.optim.Optimizer
+    publisher: Publisher
+    tied: tuple[ShardedParameter, ShardedParameter | None] | None
+    """The embedding, and its second use as a head if that is on this stage with a gradient of its
+    own."""
+    is_sharded: bool
+    updates: int = 0
+    """How often weights were updated; steps that were skipped do not count."""
+
+    @staticmethod
+    def create(
+        stage: nn.Module,
+        mesh: ParallelMesh,
+        config: Config,
+        tied: tuple[ShardedParameter, ShardedParameter | None] | None = None,
+        blocks_per_step: int = 1,
+    ) -> "ZeroOptimizer":
+        """Take over the values and gradients of ``stage``'s parameters; collective over the mesh.
+
+        Afterwards its ternary layers hold codes only.
+
+        Args:
+            tied: the tied embedding, where this stage has it.
+            blocks_per_step: see ``GradientBuckets``.
+        """
+        layers = {
+            f"{name}.weight": module
+            for name, module in stage.named_modules()
+            if isinstance(module, TernaryLayer)
+        }
+        initial = sharded_parameters(stage)
+        values = {name: parameter.detach() for name, parameter in initial.items()}
+        dtype = next(iter(values.values())).dtype
+        compute_dtype = getattr(torch, config.precision.compute)
+        for layer in layers.values():
+            layer.give_up_latent()
+        parameters = [
+            (name, p, _kind(name in layers, p)) for name, p in sharded_parameters(stage).items()
+        ]
+        for _, parameter, kind in parameters:
+            if kind == "matrix":
+                parameter.data = parameter.data.to(compute_dtype)
+        if tied is not None and tied[1] is not None:
+            tied[1].data = tied[0].data
+            parameters.append(("second use", tied[1], "second use"))
+        is_sharded = config.optim.zero_stage > 0 and mesh.dp.size > 1
+        buckets = [
+            Bucket(layout)
+            for layout in lay_out(parameters, mesh.dp.size, config.parallel.bucket_mb)
+        ]
+        gradients = GradientBuckets(
+            buckets,
+            mesh,
+            dtype,
+            wire_dtype=torch.bfloat16 if config.precision.gradients == "bfloat16" else dtype,
+            reduces_each_microbatch=config.optim.zero_stage == 2 and mesh.dp.size > 1,
+            gathers_sums=not is_sharded,
+            blocks_per_step=blocks_per_step,
+        )
+        masters = [Master.of(bucket, values, mesh, is_sharded) for bucket in buckets]
+        optimizer = ZeroOptimizer(
+            mesh,
+            gradients,
+            masters,
+            _adam(masters, config.optim),
+            Publisher(mesh, layers, compute_dtype, is_sharded),
+            tied,
+            is_sharded,
+        )
+        gradients.collect()
+        optimizer.publisher.publish(masters)
+        return optimizer
+
+    def finish_gradients(self) -> None:
+        """Complete the sums of this rank's parts; collective over DP, and over the two stages that
+        hold a tied embedding."""
+        self.gradients.finish()
+        if self.tied is None:
+            return
+        embedding, second_use = self.tied
+        total = tied_totals(self.gradients.buckets, embedding)
+        if second_use is not None:
+            head = tied_totals(self.gradients.buckets, second_use)
+            total += head
+            head.zero_()
+        elif self.mesh.embedding.size > 1:
+            total.copy_(
+                all_reduce(total.contiguous(), self.mesh.embedding, purpose="weight gradients")
+            )
+
+    def gradient_norm(self, num_elements: int) -> float:
+        """L2 norm of the whole model's gradient, the same on every rank; inf if anything in it is
+        not finite. Each logical element counts once, however many ranks hold it.
+
+        Args:
+            num_elements: of the whole model.
+        """
+        mesh = self.mesh
+        owned = [rows for m in self.masters for rows in _gradients(m, owned=True)]
+        counts = self.is_sharded or mesh.dp.rank == 0
+        largest = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        # Of all rows: a replica that nobody counts would apply what is not finite in it, too.
+        for rows in (rows for m in self.masters for rows in _gradients(m, owned=False)):
+            largest = torch.maximum(largest, rows.abs().amax().double())
+        largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
+        agreed = all_reduce(largest, mesh.world, "max").item()
+        if not math.isfinite(agreed):
+            return math.inf
+        total = torch.zeros((), dtype=torch.int64, device=mesh.device)
+        for rows in owned if counts else []:
+            total += square_sum(rows, agreed, num_elements)
+        return numerics.norm_from_fixed_point(all_reduce(total, mesh.world), agreed, num_elements)
+
+    @torch.no_grad()
+    def step(self, scale: float, lr: float, weight_decay: float) -> None:
+        """Update the masters with ``scale`` · gradients, and publish; collective over the stage."""
+        for master in self.masters:
+            total = master.bucket.total
+            assert total is not None
+            master.weights.grad = total if scale == 1 else total.mul_(scale)
+        set_hyperparameters(self.adam, lr, weight_decay)
+        self.adam.step()
+        self.updates += 1
+        for master in self.masters:
+            master.weights.grad = master.bucket.total = None
+        self.publisher.publish(self.masters)
+
+    def pieces(self, owned: bool = False) -> Iterator[Piece]:
+        """What this rank updates, by tensor and part; the same on every DP rank if nothing is
+        sharded. Views: writing to them changes the optimizer (then ``publish``).
+
+        Args:
+            owned: only what this rank counts where TP ranks and stages hold the same.
+        """
+        for master in self.masters:
+            state = self.adam.state.get(master.weights, {})
+            kept = {"master": master.weights.detach()}
+            kept |= {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+            if master.bucket.total is not None:
+                kept["gradient"] = master.bucket.total
+            for slot in master.bucket.layout.slots:
+                if self.tied is not None and slot.parameter is self.tied[1]:
+                    continue
+                shape = slot.parameter.shape[1:]
+                views = {key: [*master.held(slot, x, owned)] for key, x in kept.items()}
+                for i, (rows, _) in enumerate(views["master"]):
+                    tensors = {key: v[i][1].view(-1, *shape) for key, v in views.items()}
+                    yield Piece(slot.name, slot.parameter.shard, rows, tensors)
+
+    def begin_restore(self, updates: int) -> None:
+        """Make room for the moments after so many updates; ``pieces`` then has views of them to
+        fill, and of the masters. To be ended by ``publish``."""
+        self.updates = updates
+        for group in self.adam.param_groups:
+            if "step" in group:  # apex counts by group
+                group["step"] = updates
+        for master in self.masters if updates else []:
+            weights = master.weights.detach()
+            self.adam.state[master.weights] = {
+                "step": torch.tensor(float(updates), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(weights),
+                "exp_avg_sq": torch.zeros_like(weights),
+            }
+
+    def publish(self) -> None:
+        """Publish masters that were written to; collective over the stage."""
+        self.publisher.publish(self.masters)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes on this rank that stay from step to step, by what they are."""
+        moments = [
+            value
+            for state in self.adam.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim()
+        ]
+        sums = [b.sums for b in self.gradients.buckets if b.sums is not None]
+        return {
+            "gradients": sum(x.nbytes for x in sums),
+            "masters": sum(master.weights.nbytes for master in self.masters),
+            "moments": sum(x.nbytes for x in moments),
+            **self.publisher.nbytes(self.masters),
+        }
+
+
+def _kind(is_ternary: bool, parameter: ShardedParameter) -> Kind:
+    if is_ternary:
+        return "ternary"
+    if parameter.dim() > 1:
+        return "matrix"
+    return "partial gain" if parameter.shard.grad_is_partial else "gain"
+
+
+def _adam(masters: list[Master], optim: OptimConfig) -> torch.optim.Optimizer:
+    decays = [m.bucket.layout.kind in ("ternary", "matrix") for m in masters]
+    weights = [*zip(masters, decays, strict=True)]
+    return build_adam(
+        [m.weights for m, d in weights if d], [m.weights for m, d in weights if not d], optim
+    )
+
+
+def _gradients(master: Master, owned: bool) -> Iterator[Tensor]:
+    assert master.bucket.total is not None
+    for slot in master.bucket.layout.slots:
+        for _, rows in master.held(slot, master.bucket.total, owned):
+            yield rows

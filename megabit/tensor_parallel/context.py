@@ -1,0 +1,65 @@
+"""``LayerContext``: what every layer of a stage needs to know beside its own sizes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megabit.mesh import Axis
+from megabit.reduce import (
+    Pending,
+    Purpose,
+    start_all_reduce,
+    start_reduce_scatter,
+    start_tree_all_reduce,
+    start_tree_reduce_scatter,
+)
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """How the layers of a stage compute, and with whom."""
+
+    tp: Axis
+    device: torch.device
+    compute_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32
+    ternary_backward_dtype: torch.dtype = torch.float32
+    """Of the operands of a ternary layer's backward products; int8 is the quantized backward."""
+    sequence_parallel: bool = False
+    row_reduce: Literal["int32", "exact16"] = "int32"
+    tree_blocks: int | None = None
+    """Layout-exact training: the number of fixed blocks, a power of two that TP divides, over which
+    each floating-point sum of the backward pass is defined. None: sums are as they come."""
+
+    @staticmethod
+    def single(dtype: torch.dtype = torch.float32) -> "LayerContext":
+        """One process on the CPU, all in ``dtype``."""
+        return LayerContext(Axis.single("tp"), torch.device("cpu"), dtype, dtype, dtype)
+
+    @property
+    def own_tree_blocks(self) -> int:
+        """Of ``tree_blocks``, those of this rank: consecutive, in rank order. 1 without them."""
+        return 1 if self.tree_blocks is None else self.tree_blocks // self.tp.size
+
+    def start_sum(self, x: Tensor, purpose: Purpose = "activation gradients") -> Pending:
+        """Begin to sum a gradient over TP, every rank to have the result."""
+        if self.tree_blocks is None:
+            return start_all_reduce(x, self.tp, purpose)
+        return start_tree_all_reduce(x, self.tp, purpose)
+
+    def start_sum_of_tokens(self, x: Tensor) -> Pending:
+        """Begin to sum an activation gradient ``[T, …]`` over TP, for the ``[t, …]`` that this rank
+        has between the layers: all tokens, or its own under sequence parallelism."""
+        if not self.sequence_parallel:
+            return self.start_sum(x)
+        if self.tree_blocks is None:
+            return start_reduce_scatter(x, self.tp, "activation gradients")
+        return start_tree_reduce_scatter(x, self.tp, "activation gradients")
+
+
+def tree_blocks(count: int) -> int:
+    """Blocks that layout-exact training cuts ``count`` heads or microbatches into: the largest
+    power of two up to 8 that divides it."""
+    return next(blocks for blocks in (8, 4, 2, 1) if count % blocks == 0)

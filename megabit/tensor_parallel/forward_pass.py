@@ -1,0 +1,84 @@
+"""What a forward pass carries along to every layer: random numbers, and results to compute once."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The random numbers of one microbatch of a training step: the same at every layout.
+
+    They depend on the run's seed, the step, the number of the microbatch in the *global* batch and
+    on the name of what draws them.
+    """
+
+    seed: int
+    step: int
+    microbatch: int
+
+    def seed_of(self, name: str) -> int:
+        """A 63-bit seed for ``name``."""
+        text = f"{self.seed}/{self.step}/{self.microbatch}/{name}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass
+class Kept:
+    """Results that a recomputation takes over from the first pass, in the order of computation.
+
+    What ranks reduced together is kept where it is small, so that it is neither computed nor
+    communicated again.
+    """
+
+    results: list[Tensor] = field(default_factory=list)
+    is_replay: bool = False
+    """Whether this is the second pass, to which ``results`` are given."""
+    _next: int = 0
+    _last_product: int | None = None
+
+    def result(self, compute: Callable[[], Tensor], is_product: bool) -> Tensor:
+        """What ``compute`` gave in the first pass."""
+        if self.is_replay:
+            self._next += 1
+            # Another tensor: the graph of the second pass must not hang on the one that is kept.
+            return self.results[self._next - 1].detach()
+        if is_product:
+            self._last_product = len(self.results)
+        self.results.append(compute())
+        return self.results[-1]
+
+    def end_first_pass(self) -> None:
+        """The part that is recomputed ends with a product: nothing behind it reads its values
+        again, so their shape is enough."""
+        if self._last_product is not None:
+            last = self.results[self._last_product]
+            self.results[self._last_product] = last.new_empty(()).expand(last.shape)
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One forward pass of a stage."""
+
+    noise: Noise | None = None
+    """None outside training: no dropout, and no backward pass that rounds stochastically."""
+    kept: Kept | None = None
+
+    def statistics(self, compute: Callable[[], Tensor]) -> Tensor:
+        """``compute()``, statistics that ranks share; a recomputation gets what it gave before."""
+        return compute() if self.kept is None else self.kept.result(compute, is_product=False)
+
+    def product(self, compute: Callable[[], Tensor]) -> Tensor:
+        """``compute()``, a row-parallel product; a recomputation gets what it gave before."""
+        return compute() if self.kept is None else self.kept.result(compute, is_product=True)
+
+    def seed_of(self, name: str) -> int:
+        """A seed for ``name``; 0 without noise."""
+        return 0 if self.noise is None else self.noise.seed_of(name)
+
+
+PLAIN = ForwardPass()
+"""A pass of its own: evaluation, inference, a layer used alone."""

@@ -1,0 +1,61 @@
+"""What steps sent and what ranks keep, as counted, beside what the configuration says."""
+
+from collections import defaultdict
+
+import torch
+
+from megabit.mesh import ParallelMesh
+from megabit.reduce import all_gather, all_reduce
+from megabit.telemetry import Accounting, IntervalMetrics
+from megabit.training.interval import MB
+from megabit.training.memory import KINDS, megatron_bytes, peak_bytes, resident_bytes
+from megabit.training.shapes import RankShape
+from megabit.training.step import TrainingState
+from megabit.training.traffic import megatron_traffic, total_traffic
+
+MIB = 2**20
+
+
+def take_account(state: TrainingState, metrics: IntervalMetrics, steps: int) -> Accounting:
+    """Of the ``steps`` of an interval, whose ``metrics`` have what was sent, and of the memory of
+    the rank that keeps most, or that differs most from what it should; collective over the world.
+    """
+    world = state.mesh.world
+    expected_sent: defaultdict[str, float] = defaultdict(float)
+    for is_skipped, count in ((False, steps - metrics.skipped), (True, metrics.skipped)):
+        if count:
+            for key, total in total_traffic(state.config, world.size, is_skipped).items():
+                expected_sent[" ".join(key)] += count / steps * total / MB
+    by_rank = all_gather(_own_memory(state).unsqueeze(0), world) / MIB
+    off_by = (by_rank[:, 0] - by_rank[:, 1]).abs().sum(-1)
+    rank = int((off_by if off_by.any() else by_rank[:, 0].sum(-1)).argmax())
+    measured, expected = by_rank[rank].tolist()
+    megatron_sent = megatron_traffic(state.config, world.size)
+    megatron_memory = megatron_bytes(RankShape(state.config, world.size, rank))
+    return Accounting(
+        sent_by_purpose_mb=metrics.sent_by_purpose_mb,
+        expected_sent_by_purpose_mb=dict(expected_sent),
+        megatron_sent_mb={" ".join(key): total / MB for key, total in megatron_sent.items()},
+        rank=rank,
+        memory_mib=dict(zip(KINDS, measured, strict=True)),
+        expected_memory_mib=dict(zip(KINDS, expected, strict=True)),
+        megatron_memory_mib={kind: total / MIB for kind, total in megatron_memory.items()},
+        peak_memory_mib=largest_peak_mib(state.mesh),
+    )
+
+
+def largest_peak_mib(mesh: ParallelMesh) -> float:
+    """The most memory that any rank's process has had so far; collective over the world."""
+    peak = torch.tensor(peak_bytes(mesh.device), dtype=torch.int64, device=mesh.device)
+    return int(all_reduce(peak, mesh.world, "max")) / MIB
+
+
+def _own_memory(state: TrainingState) -> torch.Tensor:
+    """Bytes that this rank keeps by kind, fp64 ``[2, kinds]``: measured and expected."""
+    world, optimizer, device = state.mesh.world, state.optimizer, state.mesh.device
+    measured = optimizer.nbytes()
+    shape = RankShape(state.config, world.size, world.rank)
+    expected = resident_bytes(shape, device, has_updated=optimizer.updates > 0)
+    assert measured.keys() == expected.keys()
+    rows = [[kinds[kind] for kind in KINDS] for kinds in (measured, expected)]
+    return torch.tensor(rows, dtype=torch.float64, device=device)

@@ -1,0 +1,94 @@
+"""What a rank keeps from step to step, by formula: the figure beside ``ZeroOptimizer.nbytes()``.
+
+With P the elements that each of d DP ranks has of a stage's tensors (``Held.part``), and w the
+bytes of fp32 (fp64 if compute is):
+
+- codes: 2 bits for each ternary weight, in whole tiles of the layout that the device computes with;
+- dense weights: each matrix in ``precision.compute``, each gain in w bytes;
+- gradients: d·P·w, the sums that microbatches add to; with ``zero_stage`` 2 those of gains only;
+- masters: P·w, or d·P·w with ``zero_stage`` 0; moments: twice as much.
+
+Activations, buffers under way and the libraries themselves are in the process' peak, which is
+measured only.
+"""
+
+import resource
+import sys
+
+import torch
+
+from megabit.training.shapes import Held, RankShape
+from megabit_kernels.conversion import data_shape
+from megabit_kernels.dispatch import best_layout
+
+KINDS = ("codes", "dense weights", "gradients", "masters", "moments")
+
+
+def resident_bytes(
+    shape: RankShape, device: torch.device, has_updated: bool = True
+) -> dict[str, int]:
+    """Bytes by kind after a step.
+
+    Args:
+        has_updated: whether any step has changed weights; moments begin with the first that does.
+    """
+    total = dict.fromkeys(KINDS, 0)
+    for held in shape.parameters():
+        for kind, num_bytes in _resident(held, shape, device).items():
+            total[kind] += num_bytes
+    return total if has_updated else {**total, "moments": 0}
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has had: of the GPU's, what torch had allocated; of the
+    host's, everything, libraries and mapped files included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _resident(held: Held, shape: RankShape, device: torch.device) -> dict[str, int]:
+    dp, wide = shape.dp, shape.wide_bytes
+    all_parts = dp * held.part(dp) * wide
+    is_passed_on = shape.sums_travel_each_microbatch and held.kind in ("ternary", "matrix")
+    masters = held.part(dp) * wide if shape.is_sharded else all_parts
+    codes = dense = 0
+    match held.kind:
+        case "ternary":
+            codes = _codes(held, device)
+        case "matrix":
+            dense = held.numel * shape.compute_bytes
+        case "gain" | "partial gain":
+            dense = held.numel * wide
+        case "second use":  # its values are those of the embedding
+            pass
+    return {
+        "codes": codes,
+        "dense weights": dense,
+        "gradients": 0 if is_passed_on else all_parts,
+        "masters": masters,
+        "moments": 2 * masters,
+    }
+
+
+def megatron_bytes(shape: RankShape) -> dict[str, int]:
+    """For comparison, what a rank would keep in Megatron-LM with its distributed optimizer: bf16
+    weights, fp32 gradients, and fp32 masters and moments in parts."""
+    numel = {"ternary": 0, "other": 0}
+    for held in shape.parameters():
+        if held.kind != "second use":
+            numel["ternary" if held.kind == "ternary" else "other"] += held.numel
+    total = sum(numel.values())
+    return {
+        "codes": 2 * numel["ternary"],
+        "dense weights": 2 * numel["other"],
+        "gradients": 4 * total,
+        "masters": 4 * total // shape.dp,
+        "moments": 8 * total // shape.dp,
+    }
+
+
+def _codes(held: Held, device: torch.device) -> int:
+    """Every layout has items of one byte."""
+    return torch.Size(data_shape(best_layout(device), held.rows, held.columns)).numel()

@@ -1,0 +1,264 @@
+"""What one optimizer step sends, by formula: the figure beside ``mesh.sent()``.
+
+In the words of docs/architecture.md, with m microbatches of T tokens on a rank, and r the ranks of
+the axis. A ring sends ``2 (r−1)/r · n`` bytes for an all-reduce of n bytes, and half of it for an
+all-gather to n, a reduce-scatter of n or an all-to-all of n. ``c`` are the bytes of a number in
+``precision.compute``, ``w`` those of fp32 (fp64 if compute is); H is hidden, A heads, kv·D KV rows.
+Under sequence parallelism (SP) each all-reduce of ``[T, H]`` is a reduce-scatter.
+
+For each microbatch, over **tp**:
+
+=====================  ====================================  =====================================
+where                  forward                               backward
+=====================  ====================================  =====================================
+embedding              all-reduce T·H·c                      SP: all-gather T·H·c
+2 column inputs        SP: all-gather T·(H + w), int8 and    all-reduce T·H·c (exact=full: w)
+                       scales (dense: T·H·c)
+2 sub-norms            all-gather 2·T·A·w                    all-gather T·A·w
+2 row outputs          all-reduce T·H·4 (dense: T·H·c)       SP: all-gather T·H·c
+KV heads, if shared                                          all-reduce 2·T·kv·D·c
+3 other norms                                                exact=full and SP: all-reduce H·w
+head                   SP: all-gather T·H·c                  all-reduce T·H·c
+loss                   all-reduce T·w, all-gather T·(A+r)·w
+=====================  ====================================  =====================================
+
+``exact16`` sends for a row output an all-to-all of ``2·T·H + 2·r`` (int16 and a flag) and, without
+SP, an all-gather of T·H·c, T being rounded up to a multiple of r; an overflow sends T·H·4 more,
+which is not expected. Recomputation repeats what a ternary layer sends for its column inputs, if it
+is ``full``, and a dense layer's row outputs.
+
+For each microbatch, over **pp**: T·H·c (SP: a TP rank's part) up from each stage but the last, and
+down from each but the first. For each step a tied embedding's gradient, where two stages have it.
+
+For each step, over **dp**, with P the elements that a DP rank has of a stage's tensors, each cut
+into r parts by rows and these padded to 64: (r−1)·P gradients (2 or w bytes; zero_stage 2: of
+matrices for each microbatch), and (r−1)·P weights: 1/4 byte of ternary ones, c of dense matrices, w
+of gains. zero_stage 0 sends (r−1)·P sums of w bytes instead of weights. Over tp the gradients of
+gains that ranks have for their own tokens; over the stage's ranks 16 bytes for each ternary tensor,
+for γ; and four numbers of 8 bytes: target tokens, loss, and two for the norm.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+
+from megabit.config import Config
+from megabit.reduce import Purpose
+from megabit.training.shapes import Held, RankShape
+
+Sent = dict[tuple[str, str], float]
+"""Bytes by (axis, purpose), as ``ParallelMesh.sent``."""
+
+Items = Iterator[tuple[str, Purpose, float]]
+"""(axis, purpose, bytes)"""
+
+NUMBER_BYTES = 8
+"""Of what ranks agree on: int64 and fp64."""
+SCALE_BYTES = 16
+"""Of Σ|W|: two int64."""
+
+
+def step_traffic(shape: RankShape, is_skipped: bool = False) -> Sent:
+    """What a rank sends in a step; nothing that it sends none of.
+
+    Args:
+        is_skipped: the step's gradient was not finite, and no weight was changed.
+    """
+    layout = shape.layout
+    recomputing = shape.recomputing_layers()
+    total: Sent = {}
+    for times, items in (
+        (shape.microbatches, _embedding_and_head(shape)),
+        (shape.microbatches * len(layout.layers), _layer(shape)),
+        (shape.microbatches * recomputing, _recomputed_layer(shape)),
+        (shape.microbatches, _between_stages(shape)),
+        (1, chain(_gradients(shape), _agreement(shape, is_skipped))),
+        (0 if is_skipped else 1, _weights(shape)),
+    ):
+        for axis, purpose, num_bytes in items:
+            if times * num_bytes:
+                total[axis, purpose] = total.get((axis, purpose), 0) + times * num_bytes
+    return total
+
+
+def total_traffic(config: Config, world_size: int, is_skipped: bool = False) -> Sent:
+    """What all ranks together send in a step."""
+    tp = config.parallel.tp
+    dp = world_size // (tp * config.parallel.pp)
+    total: Sent = {}
+    for stage in range(0, world_size, tp * dp):
+        for rank in range(stage, stage + tp):  # of the first DP rank; others send the same
+            sent = step_traffic(RankShape(config, world_size, rank), is_skipped)
+            for key, num_bytes in sent.items():
+                total[key] = total.get(key, 0) + dp * num_bytes
+    return total
+
+
+def megatron_traffic(config: Config, world_size: int) -> Sent:
+    """For comparison, what all ranks together would send over dp in Megatron-LM's distributed
+    optimizer: gradients as ``precision.gradients``, and weights in bf16, 2 bytes for each."""
+    tp = config.parallel.tp
+    dp = world_size // (tp * config.parallel.pp)
+    gradients = weights = 0.0
+    for rank in range(world_size):
+        shape = RankShape(config, world_size, rank)
+        for held in shape.parameters():
+            if held.kind != "second use":
+                gradients += ring(held.numel * shape.wire_bytes, dp)
+                weights += ring(held.numel * 2, dp)
+    return {("dp", "weight gradients"): gradients, ("dp", "weights"): weights} if dp > 1 else {}
+
+
+def all_reduce(num_bytes: float, ranks: int) -> float:
+    """What a ring sends to sum or compare so many bytes."""
+    return 2 * ring(num_bytes, ranks)
+
+
+def ring(num_bytes: float, ranks: int) -> float:
+    """What a ring sends for a gather to, a reduce-scatter or an all-to-all of so many bytes."""
+    return (ranks - 1) * num_bytes / ranks
+
+
+def _embedding_and_head(shape: RankShape) -> Items:
+    model, tp, wide = shape.config.model, shape.tp, shape.wide_bytes
+    row = model.hidden_size * shape.compute_bytes
+    if shape.layout.embedding:
+        yield "tp", "activations", _sum_of_hidden(shape, shape.compute_bytes)
+        yield "tp", "activation gradients", _all_tokens(shape, row)
+    if shape.layout.head:
+        yield "tp", "activations", _all_tokens(shape, row)
+        yield "tp", "activation gradients", _sum_of_hidden(shape, shape.compute_bytes)
+        yield "tp", "weight gradients", _gain_each_time(shape)
+        yield "tp", "statistics", all_reduce(shape.tokens * wide, tp)
+        blocks_and_targets = model.num_attention_heads + tp
+        yield "tp", "statistics", ring(shape.tokens * blocks_and_targets * wide, tp)
+
+
+def _layer(shape: RankShape) -> Items:
+    model, tp, tokens, wide = shape.config.model, shape.tp, shape.tokens, shape.wide_bytes
+    dense = shape.compute_bytes
+    yield "tp", "activations", 2 * (_column_input(shape) + _row_output(shape))
+    # The terms of a tree are not rounded before it.
+    dx = _sum_of_hidden(shape, wide if shape.is_exact else dense)
+    dy = _all_tokens(shape, model.hidden_size * dense)
+    yield "tp", "activation gradients", 2 * (dx + dy)
+    if model.num_key_value_heads % tp:
+        kv = model.num_key_value_heads * model.head_dim
+        yield "tp", "activation gradients", all_reduce(2 * tokens * kv * dense, tp)
+    forward, backward = 2, 1
+    blocks = tokens * model.num_attention_heads * wide
+    yield "tp", "statistics", 2 * (forward + backward) * ring(blocks, tp)
+    yield "tp", "weight gradients", 2 * _gain_each_time(shape)
+
+
+def _recomputed_layer(shape: RankShape) -> Items:
+    if shape.config.train.recompute == "full":
+        yield "tp", "activations", 2 * _column_input(shape)
+    if not shape.is_ternary:
+        yield "tp", "activations", 2 * _row_output(shape)
+
+
+def _sum_of_hidden(shape: RankShape, element_bytes: int) -> float:
+    """A sum of ``[T, H]`` over TP, for the tokens that a rank has between the layers."""
+    size = shape.tokens * shape.config.model.hidden_size * element_bytes
+    is_split = shape.config.parallel.sequence_parallel
+    return ring(size, shape.tp) if is_split else all_reduce(size, shape.tp)
+
+
+def _all_tokens(shape: RankShape, token_bytes: float) -> float:
+    """A gather over TP of so many bytes a token, where ranks have only their own."""
+    if not shape.config.parallel.sequence_parallel:
+        return 0
+    return ring(shape.tokens * token_bytes, shape.tp)
+
+
+def _column_input(shape: RankShape) -> float:
+    """For q, k, v together, or gate and up."""
+    hidden = shape.config.model.hidden_size
+    return _all_tokens(
+        shape, hidden + shape.wide_bytes if shape.is_ternary else hidden * shape.compute_bytes
+    )
+
+
+def _row_output(shape: RankShape) -> float:
+    """For o, or down."""
+    if not shape.is_ternary:
+        return _sum_of_hidden(shape, shape.compute_bytes)
+    if shape.config.parallel.row_reduce == "int32":
+        return _sum_of_hidden(shape, 4)
+    tp = shape.tp
+    numbers = -(-shape.tokens // tp) * tp * shape.config.model.hidden_size
+    sent = ring(2 * (numbers + tp), tp)
+    if not shape.config.parallel.sequence_parallel:
+        sent += ring(numbers * shape.compute_bytes, tp)
+    return sent
+
+
+def _gain_each_time(shape: RankShape) -> float:
+    """For the gain of a norm that runs on a rank's own tokens, where its gradient is summed over TP
+    in each microbatch."""
+    if not (shape.is_exact and shape.config.parallel.sequence_parallel):
+        return 0
+    return all_reduce(shape.config.model.hidden_size * shape.wide_bytes, shape.tp)
+
+
+def _between_stages(shape: RankShape) -> Items:
+    ranks = shape.tp if shape.config.parallel.sequence_parallel else 1
+    hidden = shape.tokens // ranks * shape.config.model.hidden_size * shape.compute_bytes
+    if not shape.layout.head:
+        yield "pp", "activations", hidden
+    if not shape.layout.embedding:
+        yield "pp", "activation gradients", hidden
+
+
+def _gradients(shape: RankShape) -> Items:
+    """For the sums of a step's gradients, a tensor at a time."""
+    layout, dp, wide = shape.layout, shape.dp, shape.wide_bytes
+    for held in shape.parameters():
+        part = held.part(dp)
+        is_often = shape.sums_travel_each_microbatch and held.kind in ("ternary", "matrix")
+        times = shape.microbatches if is_often else 1
+        yield "dp", "weight gradients", times * (dp - 1) * part * shape.wire_bytes
+        if not shape.is_sharded:  # all of them have all sums
+            yield "dp", "weight gradients", (dp - 1) * part * wide
+        if held.kind == "partial gain":
+            yield "tp", "weight gradients", all_reduce(dp * part * wide, shape.tp)
+    if shape.config.model.tie_word_embeddings and layout.embedding != layout.head:
+        embedding = next(shape.parameters())
+        held_parts = 1 if shape.is_sharded else dp
+        yield "pp", "weight gradients", all_reduce(held_parts * embedding.share(dp) * wide, 2)
+
+
+def _weights(shape: RankShape) -> Items:
+    """For what layers compute with after an update."""
+    parameters = list(shape.parameters())
+    scales = SCALE_BYTES * sum(held.kind == "ternary" for held in parameters)
+    if not shape.is_sharded:  # each DP rank makes all codes
+        yield "tp", "scales", all_reduce(scales, shape.tp)
+        return
+    yield "world", "scales", all_reduce(scales, shape.tp * shape.dp)
+    for held in parameters:
+        yield "dp", "weights", (shape.dp - 1) * _published_bytes(held, shape)
+
+
+def _published_bytes(held: Held, shape: RankShape) -> int:
+    """Of a DP rank's part, as it travels."""
+    part = held.part(shape.dp)
+    match held.kind:
+        case "ternary":
+            return held.code_part(shape.dp)
+        case "matrix":
+            return part * shape.compute_bytes
+        case "second use":  # a gradient only
+            return 0
+        case _:
+            return part * shape.wide_bytes
+
+
+def _agreement(shape: RankShape, is_skipped: bool) -> Items:
+    """For the numbers that all ranks go by."""
+    targets_and_loss = 2
+    yield "dp", "control", targets_and_loss * all_reduce(NUMBER_BYTES, shape.dp)
+    yield "pp", "control", all_reduce(NUMBER_BYTES, shape.pp)  # the loss, to all stages
+    # The largest gradient; if it is finite, the sum of squares.
+    norm = 1 if is_skipped else 2
+    yield "world", "control", norm * all_reduce(NUMBER_BYTES, shape.world_size)
