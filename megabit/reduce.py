@@ -61,6 +61,11 @@ class Pending:
                 self.work.wait()
         return self.finish()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether ``wait`` would not block for what others send."""
+        return self.work is None or self.work.is_completed()
+
     @staticmethod
     def done(x: Tensor) -> "Pending":
         """What a collective over one rank gives."""

@@ -4,8 +4,6 @@ Each contestant is a process of its own, so that its peak memory is its own and 
 shared. While one has its turn, the others wait in a barrier, which takes no time of a core.
 """
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from megabit.benchmark.contestants import Contestant, Megabit, make_contestant
 from megabit.config import Config
 from megabit.data.batches import Batch
 from megabit.mesh import ParallelMesh
+from megabit.training.memory import peak_bytes
 
 WARMUP = 2
 """Steps that do not count: memory is claimed, the optimizer makes its moments."""
@@ -137,7 +136,7 @@ class _Meter:
             waited_s=_per_step(mesh.waited_s(), self._waited_before, steps),
             sent_bytes=_per_step(mesh.sent_bytes(), self._sent_before, steps),
             bubble=self._wait_s / self._pipeline_s if self._pipeline_s else 0.0,
-            peak_bytes=_peak_bytes(),
+            peak_bytes=peak_bytes(torch.device("cpu")),
             parts=None,
         )
 
@@ -154,8 +153,3 @@ def random_batch(config: Config, mesh: ParallelMesh, step: int) -> Batch:
 
 def _per_step(after: dict[str, float], before: dict[str, float], steps: int) -> dict[str, float]:
     return {axis: (total - before[axis]) / steps for axis, total in after.items()}
-
-
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # KiB, but bytes on macOS

@@ -52,7 +52,13 @@ class Measured:
 
     step_s: float
     blocked_s: float
-    """In which a step waited for gradients."""
+    """In which a step waited for gradients: in each step of the rank that waited less. The other
+    one waited for that rank as well, which computed longer."""
+    weights_s: float
+    """In which a step waited for codes and dense weights, and for all else that is agreed over DP:
+    on a slow link small messages queue behind them."""
+    compute_s: float
+    """CPU time of a step, of all threads of the rank."""
     alone_s: float
     """The same reduction with nothing to hide behind."""
     backward_s: float
@@ -96,16 +102,20 @@ def report(share: float, steps: int) -> None:
         f"Two DP ranks, {unlimited.sent_bytes / 1e6:.1f} MB of gradients from each, "
         f"backward of a microbatch {unlimited.backward_s:.3f} s"
     )
-    print(f"{'link':<16} {'step':>9} {'reduction alone':>17} {'blocked':>9} {'hidden':>8}")
+    print(
+        f"{'link':<16} {'step':>9} {'CPU time':>9} {'reduction alone':>17} {'blocked on it':>14} "
+        f"{'hidden':>8} {'blocked on others':>18}"
+    )
     for name, found in (("unlimited", unlimited), (f"{mbit_per_s:.0f} Mbit/s", limited)):
         print(
-            f"{name:<16} {found.step_s:>7.3f} s {found.alone_s:>15.3f} s {found.blocked_s:>7.3f} s "
-            f"{found.hidden:>8.0%}"
+            f"{name:<16} {found.step_s:>7.3f} s {found.compute_s:>7.3f} s "
+            f"{found.alone_s:>15.3f} s {found.blocked_s:>12.3f} s {found.hidden:>8.0%} "
+            f"{found.weights_s:>16.3f} s"
         )
 
 
 def _measure(link: Link, steps: int, settings: Sequence[str]) -> Measured:
-    """Run both hosts; the times of the one that was blocked longer."""
+    """Run both hosts; the times of the first."""
     environment = ["env", f"GLOO_SOCKET_IFNAME={link.device}", "OMP_NUM_THREADS=1"]
     program = [sys.executable, "-m", "megabit.benchmark.overlap"]
     hosts = [
@@ -121,12 +131,17 @@ def _measure(link: Link, steps: int, settings: Sequence[str]) -> Measured:
     for host, (_, errors) in zip(hosts, outputs, strict=True):
         if host.returncode:
             raise RunError(f"a rank of the benchmark failed:\n{errors}")
-    found = [Measured(**json.loads(output.splitlines()[-1])) for output, _ in outputs]
-    return max(found, key=lambda measured: measured.blocked_s)
+    (first, first_blocked), (_, other_blocked) = (
+        json.loads(output.splitlines()[-1]) for output, _ in outputs
+    )
+    blocked = [min(pair) for pair in zip(first_blocked, other_blocked, strict=True)]
+    return Measured(**{**first, "blocked_s": statistics.median(blocked)})
 
 
-def _run_host(rank: int, count: int, settings: Sequence[str]) -> Measured:
-    """Train ``count`` steps as one of the two ranks."""
+def _run_host(
+    rank: int, count: int, settings: Sequence[str]
+) -> tuple[dict[str, float], list[float]]:
+    """Train ``count`` steps as one of the ranks; its ``Measured``, and ``blocked_s`` of each."""
     torch.set_num_threads(1)
     config = load_config(settings, world_size=2)
     address = f"tcp://{ADDRESSES[0]}:{PORT}"
@@ -134,7 +149,7 @@ def _run_host(rank: int, count: int, settings: Sequence[str]) -> Measured:
         mesh = ParallelMesh.create(1, 1, torch.device("cpu"))
         state = TrainingState.create(config, mesh)
         optimizer = state.optimizer
-        steps, blocked, alone, backwards = [], [], [], []
+        steps, blocked, weights, cpu, alone, backwards = [], [], [], [], [], []
         finish = optimizer.finish_gradients
 
         def timed_finish() -> None:
@@ -145,9 +160,11 @@ def _run_host(rank: int, count: int, settings: Sequence[str]) -> Measured:
         optimizer.finish_gradients = timed_finish  # type: ignore[method-assign]
         for step in range(WARMUP + count):
             batch = _batch(config, step, rank)
-            started = time.perf_counter()
+            waited, used, started = _waited(mesh), time.process_time(), time.perf_counter()
             report = train_step(state, batch, step)
             steps.append(time.perf_counter() - started)
+            cpu.append(time.process_time() - used)
+            weights.append(_waited(mesh) - waited - blocked[-1])
             # Backward takes about two thirds of a microbatch.
             backwards.append(report.pipeline_s / len(batch.inputs) * 2 / 3)
             started = time.perf_counter()
@@ -156,13 +173,20 @@ def _run_host(rank: int, count: int, settings: Sequence[str]) -> Measured:
             for swap in swaps:
                 swap.wait()
             alone.append(time.perf_counter() - started)
-        return Measured(
+        measured = Measured(
             step_s=statistics.median(steps[WARMUP:]),
             blocked_s=statistics.median(blocked[WARMUP:]),
+            weights_s=statistics.median(weights[WARMUP:]),
+            compute_s=statistics.median(cpu[WARMUP:]),
             alone_s=statistics.median(alone[WARMUP:]),
             backward_s=statistics.median(backwards[WARMUP:]),
             sent_bytes=sum(buffer.nbytes for buffer in buffers) // 2,
         )
+        return dataclasses.asdict(measured), blocked[WARMUP:]
+
+
+def _waited(mesh: ParallelMesh) -> float:
+    return sum(mesh.waited_s().values())
 
 
 def _batch(config: Config, step: int, rank: int) -> Batch:
@@ -175,4 +199,4 @@ def _batch(config: Config, step: int, rank: int) -> Batch:
 
 if __name__ == "__main__":
     host, count, *settings = sys.argv[1:]
-    print(json.dumps(dataclasses.asdict(_run_host(int(host), int(count), settings))))
+    print(json.dumps(_run_host(int(host), int(count), settings)))

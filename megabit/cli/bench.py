@@ -1,6 +1,7 @@
 """``megabit bench``: measure this machine."""
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -88,6 +89,9 @@ def overlap(
 
     Example: megabit bench overlap --share 0.5
     """
+    # Ended by a signal, it still takes the namespaces away.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
     from megabit.benchmark.overlap import report
 
     report(share, steps)

@@ -49,6 +49,10 @@ def train(
     from megabit_kernels.allocator import keep_freed_memory
 
     keep_freed_memory()
+    if config.parallel.exact == "full":
+        import torch
+
+        torch.set_num_threads(1)  # bf16 products are cut over threads, which changes their sums
     if launch.local_rank:  # one rank of a host says it
         warnings.filterwarnings("ignore", message="megabit_kernels has no native CPU kernels")
     device = _device(config, launch)
@@ -81,6 +85,8 @@ def _device(config: Config, launch: Launch) -> "torch.device":
     import torch
 
     wanted = config.run.device
+    if config.parallel.exact == "full" and wanted == "auto" and torch.cuda.is_available():
+        raise UserError("run.device: parallel.exact=full holds on the CPU only; use cpu")
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -56,7 +56,8 @@ class ParallelConfig:
     so that what each rank sends to each other stays large enough for the network."""
     row_reduce: Literal["int32", "exact16"] = "int32"
     """How row-parallel layers add integers over TP. ``exact16`` sends int16, checks that all fit
-    and else sends int32: half the bytes or less, the same result."""
+    and else sends int32: the same result for half the bytes (3/4 with fp32 activations and no
+    sequence parallelism)."""
     exact: Literal["forward", "full"] = "forward"
     """What is bit-equal at every layout: the forward pass, or the whole training (slower; see
     docs/architecture.md)."""

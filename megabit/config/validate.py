@@ -247,6 +247,8 @@ def _exact(config: Config, world_size: int | None) -> Iterator[str]:
             "optim.zero_stage: 2 adds the gradients of ranks in each microbatch, which "
             "parallel.exact=full cannot; use 0 or 1"
         )
+    if config.run.device == "cuda":
+        yield "run.device: parallel.exact=full holds on the CPU only; use cpu"
     if config.precision.gradients != "float32":
         yield "precision.gradients: parallel.exact=full needs float32: one process rounds nothing"
     blocks = _power_of_two(model.num_attention_heads)

@@ -24,16 +24,11 @@ from torch import Tensor
 
 from megabit.data_parallel.layout import BucketLayout, Slot
 from megabit.mesh import ParallelMesh
-from megabit.reduce import (
-    Pending,
-    all_gather,
-    all_reduce,
-    start_all_to_all,
-    tree_sum,
-)
+from megabit.reduce import Pending, all_reduce, start_all_gather, start_all_to_all, tree_sum
 
 MAX_IN_FLIGHT = 2
-"""Buffers of stage 2 that travel at a time."""
+"""Buffers of stage 2 that travel at a time. With the other stages nothing waits for the network
+before the end of backward; what has come is added up when the next bucket is sent."""
 
 
 @dataclass
@@ -69,6 +64,8 @@ class GradientBuckets:
     reduces_each_microbatch: bool = False
     gathers_sums: bool = False
     blocks_per_step: int = 1
+    height: int = 0
+    """Bytes of all sums at the end of the last backward pass, when there are most of them."""
     _microbatches: int = 0
     _in_flight: deque[Bucket] = field(default_factory=deque)
 
@@ -100,9 +97,15 @@ class GradientBuckets:
             self._receive(bucket)
         self._in_flight.clear()
         if self.gathers_sums and self.mesh.dp.size > 1:
-            for bucket in self.buckets:
-                assert bucket.total is not None
-                bucket.total = all_gather(bucket.total, self.mesh.dp, "weight gradients")
+            gathers = [
+                start_all_gather(bucket.total, self.mesh.dp, "weight gradients")
+                for bucket in self.buckets
+                if bucket.total is not None
+            ]
+            for bucket, gather in zip(self.buckets, gathers, strict=True):
+                bucket.total = gather.wait()
+        sums = {id(x): x.nbytes for b in self.buckets for x in (b.sums, b.total) if x is not None}
+        self.height = sum(sums.values())
 
     def _add(self, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
         layout = bucket.layout
@@ -145,13 +148,21 @@ class GradientBuckets:
             bucket.total = bucket.sums
             return
         outgoing = bucket.sums.to(self.wire_dtype)
-        if self._is_reduced_now(bucket):
+        is_bounded = self._is_reduced_now(bucket)
+        if is_bounded:
             bucket.sums = None
             self._receive(bucket)
-            while len(self._in_flight) >= MAX_IN_FLIGHT:
-                self._receive(self._in_flight.popleft())
-            self._in_flight.append(bucket)
+        self._receive_what_is_here(MAX_IN_FLIGHT - 1 if is_bounded else len(self.buckets))
+        self._in_flight.append(bucket)
         bucket.travelling = start_all_to_all(outgoing, self.mesh.dp, "weight gradients")
+
+    def _receive_what_is_here(self, at_most: int) -> None:
+        """Free the buffers of what has come, oldest first, and wait until few enough are left."""
+        while self._in_flight:
+            pending = self._in_flight[0].travelling
+            if pending is not None and not pending.is_here and len(self._in_flight) <= at_most:
+                return
+            self._receive(self._in_flight.popleft())
 
     def _receive(self, bucket: Bucket) -> None:
         """Add up what has come from all ranks, if something is under way."""

@@ -141,7 +141,8 @@ class ZeroOptimizer:
         largest = torch.zeros((), dtype=torch.float64, device=mesh.device)
         # Of all rows: a replica that nobody counts would apply what is not finite in it, too.
         for rows in (rows for m in self.masters for rows in _gradients(m, owned=False)):
-            largest = torch.maximum(largest, rows.abs().amax().double())
+            bounds = torch.stack(torch.aminmax(rows)).double()
+            largest = torch.maximum(largest, bounds.abs().amax())
         largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
         agreed = all_reduce(largest, mesh.world, "max").item()
         if not math.isfinite(agreed):
@@ -154,6 +155,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def step(self, scale: float, lr: float, weight_decay: float) -> None:
         """Update the masters with ``scale`` · gradients, and publish; collective over the stage."""
+        self.publisher.settle()  # what still travels may be the masters' own memory
         for master in self.masters:
             total = master.bucket.total
             assert total is not None
@@ -197,7 +199,7 @@ class ZeroOptimizer:
         for master in self.masters if updates else []:
             weights = master.weights.detach()
             self.adam.state[master.weights] = {
-                "step": torch.tensor(float(updates), dtype=torch.float32),
+                "step": torch.tensor(float(updates), device=weights.device),
                 "exp_avg": torch.zeros_like(weights),
                 "exp_avg_sq": torch.zeros_like(weights),
             }
@@ -207,16 +209,16 @@ class ZeroOptimizer:
         self.publisher.publish(self.masters)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes on this rank that stay from step to step, by what they are."""
+        """Bytes on this rank by what they are: what stays from step to step, and of gradients their
+        sums at the end of backward."""
         moments = [
             value
             for state in self.adam.state.values()
             for value in state.values()
             if isinstance(value, Tensor) and value.dim()
         ]
-        sums = [b.sums for b in self.gradients.buckets if b.sums is not None]
         return {
-            "gradients": sum(x.nbytes for x in sums),
+            "gradients": self.gradients.height,
             "masters": sum(master.weights.nbytes for master in self.masters),
             "moments": sum(x.nbytes for x in moments),
             **self.publisher.nbytes(self.masters),

@@ -40,6 +40,14 @@ class Accounting:
             )
         )
 
+    def expected_by_axis(self) -> dict[str, float]:
+        """MB that all ranks together should send in a step."""
+        total: dict[str, float] = {}
+        for name, megabytes in self.expected_sent_by_purpose_mb.items():
+            axis = name.split(" ", 1)[0]
+            total[axis] = total.get(axis, 0.0) + megabytes
+        return total
+
     def tables(self) -> list[Table]:
         """For the console; nothing of traffic where nothing is sent."""
         traffic = _table("Sent in a step, all ranks together", "axis", "purpose", unit="MB")

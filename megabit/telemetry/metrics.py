@@ -46,8 +46,12 @@ class IntervalMetrics:
     bubble: float
     """Share of the time in the pipeline schedule that ranks waited for a neighbour."""
 
-    def line(self) -> str:
-        sent = " ".join(f"{axis} {mb:.1f}" for axis, mb in self.sent_mb.items() if axis != "world")
+    def line(self, expected_mb: Mapping[str, float] | None = None) -> str:
+        """For the console; ``expected_mb`` is what should have been sent, by axis."""
+        sent = " ".join(
+            f"{axis} {mb:.1f}" + ("" if expected_mb is None else f"/{expected_mb.get(axis, 0):.1f}")
+            for axis, mb in self.sent_mb.items()
+        )
         return (
             f"step {self.step:>6}  loss {self.loss:.4f}  bits/byte {self.bits_per_byte:.4f}  "
             f"norm {self.grad_norm:.3f}  lr {self.lr:.2e}  {self.tokens_per_s:,.0f} tok/s  "
@@ -76,6 +80,7 @@ class MetricsLog:
     ) -> None:
         self.console = console
         self._path = path
+        self._has_accounted = False
         if path is not None:
             _keep_until(path, first_step, is_finished=first_step == steps)
         self._progress = Progress(
@@ -123,10 +128,14 @@ class MetricsLog:
         """One line for people only."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def interval(self, metrics: IntervalMetrics) -> None:
-        """Report a log interval everywhere."""
-        self.say(metrics.line())
+    def interval(self, metrics: IntervalMetrics, accounting: Accounting | None = None) -> None:
+        """Report a log interval everywhere: with what was expected to be sent beside what was. The
+        first account is shown whole, and later ones if something is not as expected."""
+        self.say(metrics.line(None if accounting is None else accounting.expected_by_axis()))
         self._write(asdict(metrics))
+        if accounting is not None and not (self._has_accounted and accounting.agrees):
+            self._has_accounted = True
+            self.accounting(metrics.step, accounting)
 
     def accounting(self, step: int, accounting: Accounting) -> None:
         """Report bytes sent and kept everywhere; on the console as tables."""

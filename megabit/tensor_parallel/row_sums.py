@@ -53,17 +53,15 @@ def sum_products(
 def scatter_products(acc: Tensor, tp: Axis) -> Tensor:
     """Sum int32 ``[n · tp, N]`` over TP and keep own ``[n, N]``, sent as int16 where all fit."""
     parts = acc.unflatten(0, (tp.size, -1)).flatten(1)  # [tp, n·N]
-    overflows = False
-    if acc.numel():
-        smallest, largest = torch.aminmax(acc)
-        overflows = int(largest) > INT16.max or int(smallest) < INT16.min
+    smallest, largest = torch.aminmax(acc) if acc.numel() else (acc.new_zeros(()),) * 2
     message = acc.new_empty((tp.size, parts.shape[1] + 1), dtype=torch.int16)
     message[:, :-1] = parts
-    message[:, -1] = overflows
+    message[:, -1] = (largest > INT16.max) | (smallest < INT16.min)
     # As bytes: neither gloo nor NCCL has an int16.
     sent = start_all_to_all(message.view(torch.uint8), tp, "activations")
     received = sent.wait().view(torch.int16)
-    if received[:, -1].any():  # what every rank has from every rank: all of them agree
+    # Every rank has every rank's flag, so all of them agree. (A GPU's host waits for it here.)
+    if received[:, -1].any():
         received = start_all_to_all(parts, tp, "activations").wait()
         return tree_sum(received).view(-1, acc.shape[1])
     return tree_sum(received[:, :-1].int()).view(-1, acc.shape[1])

@@ -55,9 +55,8 @@ class Interval:
             split: the training split, for bits per byte.
         """
         mesh, count = self._state.mesh, self.steps
-        zeros, codes = self._state.stage.zero_fraction()
-        if mesh.dp.rank:  # every DP rank has the same codes
-            zeros = codes = 0
+        # Every DP rank has the same codes; the others' may still be on their way.
+        zeros, codes = self._state.stage.zero_fraction() if mesh.dp.rank == 0 else (0, 0)
         own = [
             *(self._sent[key] for key in SENT),
             sum(report.pipeline_s for report in self._reports),

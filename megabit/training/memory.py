@@ -1,15 +1,17 @@
-"""What a rank keeps from step to step, by formula: the figure beside ``ZeroOptimizer.nbytes()``.
+"""What a rank holds of a model, by formula: the figure beside ``ZeroOptimizer.nbytes()``.
 
 With P the elements that each of d DP ranks has of a stage's tensors (``Held.part``), and w the
 bytes of fp32 (fp64 if compute is):
 
 - codes: 2 bits for each ternary weight, in whole tiles of the layout that the device computes with;
 - dense weights: each matrix in ``precision.compute``, each gain in w bytes;
-- gradients: d·P·w, the sums that microbatches add to; with ``zero_stage`` 2 those of gains only;
+- gradients: d·P·w, the sums that microbatches add to (``zero_stage`` 2: of gains only), and with
+  DP the sums over ranks beside them at the end of backward: P·w, or d·P·w with ``zero_stage`` 0;
 - masters: P·w, or d·P·w with ``zero_stage`` 0; moments: twice as much.
 
-Activations, buffers under way and the libraries themselves are in the process' peak, which is
-measured only.
+Activations, buffers that travel (a bucket's for as long as it does: with a slow network, up to d·P
+gradients on the wire) and the libraries themselves are in the process' peak, which is measured
+only.
 """
 
 import resource
@@ -51,7 +53,6 @@ def peak_bytes(device: torch.device) -> int:
 def _resident(held: Held, shape: RankShape, device: torch.device) -> dict[str, int]:
     dp, wide = shape.dp, shape.wide_bytes
     all_parts = dp * held.part(dp) * wide
-    is_passed_on = shape.sums_travel_each_microbatch and held.kind in ("ternary", "matrix")
     masters = held.part(dp) * wide if shape.is_sharded else all_parts
     codes = dense = 0
     match held.kind:
@@ -66,7 +67,7 @@ def _resident(held: Held, shape: RankShape, device: torch.device) -> dict[str, i
     return {
         "codes": codes,
         "dense weights": dense,
-        "gradients": 0 if is_passed_on else all_parts,
+        "gradients": _sums(held, shape),
         "masters": masters,
         "moments": 2 * masters,
     }
@@ -87,6 +88,16 @@ def megatron_bytes(shape: RankShape) -> dict[str, int]:
         "masters": 4 * total // shape.dp,
         "moments": 8 * total // shape.dp,
     }
+
+
+def _sums(held: Held, shape: RankShape) -> int:
+    """Of gradients, at the end of backward: whole ones and, with DP, the part that is updated."""
+    part = held.part(shape.dp) * shape.wide_bytes
+    if shape.dp == 1:
+        return part
+    is_passed_on = shape.sums_travel_each_microbatch and held.kind in ("ternary", "matrix")
+    whole = 0 if is_passed_on else shape.dp * part
+    return whole + (part if shape.is_sharded else shape.dp * part)
 
 
 def _codes(held: Held, device: torch.device) -> int:

@@ -7,6 +7,7 @@ ranks have different numbers of target tokens.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from megabit.mesh import ParallelMesh
 from megabit.model.initialize import logical_normal
 from megabit.pipeline.execute import run_schedule
 from megabit.pipeline.schedules import make_schedule
+from megabit.reduce import is_same
 from megabit.tensor_parallel import Shard, ternary_layers
 from megabit.training.step import TrainingState, forward_backward, train_step
 
@@ -395,6 +397,11 @@ def _owned(state: TrainingState, kinds: dict[str, str]) -> _Owned:
 
 def _owned_codes(state: TrainingState) -> _Owned:
     owned: _Owned = {}
+    digest = hashlib.sha256()
+    for layer in ternary_layers(state.stage):
+        digest.update(layer.ternary().packed().cpu().numpy().tobytes())
+    if not is_same(digest.digest(), state.mesh.dp, state.mesh.device):
+        raise AssertionError("DP ranks have different codes")
     for layer in ternary_layers(state.stage) if state.mesh.dp.rank == 0 else ():
         shard = layer.weight.shard
         index = [slice(0, size) for size in shard.shape]

@@ -79,6 +79,7 @@ def config_identity(state: TrainingState) -> dict[str, Any]:
         "precision.compute": config.precision.compute,
         "optim.zero_stage": "1 or 2" if state.optimizer.is_sharded else "0, or DP 1",
         "data.seq_length": config.data.seq_length,
+        "parallel.exact": config.parallel.exact,
         "train.global_batch_size": config.train.global_batch_size,
         "train.seed": config.train.seed,
     }

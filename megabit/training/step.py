@@ -144,6 +144,7 @@ def count_targets(batch: Batch, mesh: ParallelMesh) -> int:
 
 def sum_over_stages(losses: list[Tensor], mesh: ParallelMesh) -> Tensor:
     """Sum of the last stages' ``losses`` over microbatches and DP, fp64 scalar, on every rank."""
+    # fp32 losses of like size leave fp64 with bits to spare: their sum is exact in any order.
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for loss in losses:
         total += loss

@@ -214,7 +214,7 @@ class Trainer:
             source, step * batch_size, batch_size, self.state.config.data.prefetch
         )
         interval = Interval(self.state)
-        saved, skips, is_accounted = step, 0, False
+        saved, skips = step, 0
         try:
             with StopSignal(mesh.world, mesh.device) as stop:
                 while step < config.steps and not stop.agreed():
@@ -226,11 +226,8 @@ class Trainer:
                     self.log.advance(step)
                     if _is_due(step, config.log_interval) or step == config.steps:
                         metrics = interval.metrics(step, self.corpus.train)
-                        self.log.interval(metrics)
-                        if not is_accounted:
-                            accounting = take_account(self.state, metrics, interval.steps)
-                            self.log.accounting(step, accounting)
-                            is_accounted = True
+                        account = take_account(self.state, metrics, interval.steps)
+                        self.log.interval(metrics, account)
                         interval = Interval(self.state)
                     if _is_due(step, config.eval_interval) and step < config.steps:
                         self.evaluate(step, config.eval_samples)

@@ -72,7 +72,7 @@ def test_what_is_kept_is_what_the_formulas_say(layout: tuple[int, int, int]) -> 
 
 def test_bytes_of_a_ternary_parameter() -> None:
     """A quarter of a byte to compute with at every DP. Masters, moments and, with zero_stage 2,
-    sums of gradients are shared out: 0.25 + 12/d + 4, and 0.25 + 12/d. Measured as what a third
+    sums of gradients are shared out: 0.25 + 16/d + 4, and 0.25 + 16/d. Measured as what a third
     layer adds, whose tensors fill tiles and DP's parts."""
     sizes = ("model.hidden_size=256", "model.intermediate_size=256")
     ternary, gains = 256 * 256 * (2 + 1 + 3), 256 * 4
@@ -88,7 +88,9 @@ def test_bytes_of_a_ternary_parameter() -> None:
                 assert added == {
                     "codes": ternary / 4,
                     "dense weights": gains * 4,
-                    "gradients": ((ternary if stage == 1 else 0) + gains) * 4,
+                    # Whole sums, and the part that is updated.
+                    "gradients": ((ternary if stage == 1 else 0) + gains) * 4
+                    + (ternary + gains) * 4 / dp,
                     "masters": (ternary + gains) * 4 / dp,
                     "moments": (ternary + gains) * 8 / dp,
                 }
