@@ -223,6 +223,11 @@ def test_what_must_not_be_negative(key: str) -> None:
             "parallel.exact=full cannot; use 0 or 1",
         ),
         (
+            "parallel.exact=full run.device=cuda",
+            None,
+            "run.device: parallel.exact=full holds on the CPU only; use cpu",
+        ),
+        (
             "parallel.exact=full precision.gradients=bfloat16",
             None,
             "precision.gradients: parallel.exact=full needs float32",

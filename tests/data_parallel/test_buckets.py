@@ -113,7 +113,9 @@ class Step(NamedTuple):
     totals: dict[str, Tensor]
     """By name: ``[rows of this rank, H]``."""
     started: list[list[bool]]
-    """After each gradient of the step: which buckets were travelling."""
+    """After each gradient of the step: which buckets had been sent in it."""
+    travelling: list[list[bool]]
+    """Which were still under way; what has come may have been added up already."""
     sent_bytes: float
 
 
@@ -124,17 +126,23 @@ def run_step(
     parameters = make_parameters()
     gradients = make_buckets(parameters, mesh, bucket_mb, zero_stage, wire_dtype)
     started: list[list[bool]] = []
+    travelling: list[list[bool]] = []
+
+    def look(_: Tensor) -> None:
+        under_way = [bucket.travelling is not None for bucket in gradients.buckets]
+        come = [bucket.total is not None for bucket in gradients.buckets]
+        travelling.append(under_way)
+        started.append([a or b for a, b in zip(under_way, come, strict=True)])
+
     for parameter in parameters:  # these run after the hooks of the buckets
-        parameter.register_post_accumulate_grad_hook(
-            lambda _: started.append([b.travelling is not None for b in gradients.buckets])
-        )
+        parameter.register_post_accumulate_grad_hook(look)
     before = mesh.dp.sent["weight gradients"]
     gradients.begin_step(MICROBATCHES)
     for sample in samples(mesh.dp.rank, MICROBATCHES):
         loss(parameters, sample).backward()
     gradients.finish()
     assert all(parameter.grad is None for parameter in parameters)
-    return Step(totals(gradients), started, mesh.dp.sent["weight gradients"] - before)
+    return Step(totals(gradients), started, travelling, mesh.dp.sent["weight gradients"] - before)
 
 
 def totals(gradients: GradientBuckets) -> dict[str, Tensor]:
@@ -229,12 +237,13 @@ def test_buckets_are_sent_with_their_last_gradient_in_backward_order(zero_stage:
                 nothing = [[False] * count] * LAYERS * (MICROBATCHES - 1)
                 assert step.started == nothing + last
                 continue
-            # In each microbatch; no more than so many at a time, the newest.
+            # In each microbatch, of which the first is seen here; no more than so many at a time.
+            assert step.started[:LAYERS] == last
             for microbatch in range(MICROBATCHES):
-                seen = step.started[microbatch * LAYERS : (microbatch + 1) * LAYERS]
-                for travelling, sent in zip(seen, last, strict=True):
-                    newest = [i for i, is_sent in enumerate(sent) if is_sent][-MAX_IN_FLIGHT:]
-                    assert all(travelling[i] for i in newest)
+                seen = step.travelling[microbatch * LAYERS : (microbatch + 1) * LAYERS]
+                newest = [[i for i, is_sent in enumerate(sent) if is_sent][-1:] for sent in last]
+                for travelling, new in zip(seen, newest, strict=True):
+                    assert all(travelling[i] for i in new)
                     assert sum(travelling) <= MAX_IN_FLIGHT
 
 

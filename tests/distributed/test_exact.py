@@ -9,6 +9,9 @@ and weight decay in every step; loss masks that differ between samples (``parity
 
 import functools
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import torch
 
 from megabit.config import Config, load_config
 from megabit.data.prepare import prepare_corpus
+from megabit.telemetry.metrics import read_metrics
 from megabit.training.parity import Layout, Record, compare, record, sample_source
 
 STEPS = 100
@@ -108,3 +112,23 @@ def test_other_settings_are_bit_equal_as_well(settings: list[str], real_text: st
     for layout in (Layout(tp=2, sequence_parallel=True), Layout(dp=2), Layout(pp=2)):
         own = run(config, layout, FEW_STEPS)
         assert compare(layout, own, one_process(FEW_STEPS, *settings)).is_identical
+
+
+@pytest.mark.slow
+def test_the_number_of_threads_does_not_matter(real_text: str, tmp_path: Path) -> None:
+    """torch cuts long bf16 sums over threads; the command computes with one, whatever it is told
+    to."""
+    shape = ["model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=1"]
+    heads = ["model.num_attention_heads=16", "model.num_key_value_heads=16", "train.steps=1"]
+    batch = ["data.seq_length=256", "train.micro_batch_size=16", "train.global_batch_size=16"]
+    others = ["precision.compute=bfloat16", "train.eval_interval=0", "run.sample_tokens=0"]
+    norms = []
+    for threads in (1, 2):
+        folder = tmp_path / str(threads)
+        settings = [*MODEL, real_text, *shape, *heads, *batch, *others, f"run.dir={folder}"]
+        paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "kernels")])
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths}
+        command = [sys.executable, "-m", "megabit", "train", *settings]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        norms.append(read_metrics(folder / "metrics.jsonl")[0]["grad_norm"])
+    assert norms[0] == norms[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megabit.telemetry import Accounting, MetricsLog
+from megabit.telemetry import Accounting, IntervalMetrics, MetricsLog
 from megabit.telemetry.metrics import read_metrics
 
 ACCOUNTING = Accounting(
@@ -97,6 +97,32 @@ def test_the_log_keeps_it_beside_the_metrics(tmp_path: Path) -> None:
     assert read_metrics(path) == []
     assert isinstance(console.file, io.StringIO)
     assert "What rank 3 keeps" in console.file.getvalue()
+
+
+def test_each_line_has_what_was_expected_and_a_difference_shows_all_again(tmp_path: Path) -> None:
+    metrics = IntervalMetrics(
+        step=5,
+        loss=2.5,
+        bits_per_byte=1.25,
+        grad_norm=0.5,
+        skipped=0,
+        lr=1e-3,
+        tokens_per_s=100.0,
+        zero_fraction=0.25,
+        sent_mb={"tp": 1.5, "pp": 0.0, "dp": 1234.5678},
+        sent_by_purpose_mb=ACCOUNTING.sent_by_purpose_mb,
+        bubble=0.0,
+    )
+    console = Console(file=io.StringIO(), width=200)
+    assert isinstance(console.file, io.StringIO)
+    differs = replace(ACCOUNTING, memory_mib={"codes": 0.5, "masters": 4.0})
+    with MetricsLog(tmp_path / "metrics.jsonl", 0, 10, console, None, {}) as log:
+        tables = []
+        for account in (ACCOUNTING, ACCOUNTING, differs):
+            log.interval(metrics, account)
+            tables.append(console.file.getvalue().count("What rank 3 keeps"))
+    assert "MB tp 1.5/1.5 pp 0.0/0.0 dp 1234.6/1234.6  bubble" in console.file.getvalue()
+    assert tables == [1, 1, 2]
 
 
 def test_a_rank_that_is_not_the_main_one_writes_nothing(
