@@ -40,7 +40,7 @@ fmt: setup ## format the sources and fix what ruff can fix
 
 bench: setup ## measure products at the trainer's shapes, then training steps at four layouts
 	@$(PY) -m megabit bench kernels --shapes trainer --m 16,1024 --out runs/bench-trainer
-	@$(PY) -m megabit bench train examples/benchmarks/wide.yaml precision.ternary_backward=bfloat16 --breakdown
+	@$(PY) -m megabit bench train examples/benchmarks/wide.yaml precision.compute=bfloat16 precision.ternary_backward=int8
 	@$(PY) -m megabit bench train examples/benchmarks/small.yaml
 	@$(PY) -m megabit bench train examples/benchmarks/small.yaml parallel.tp=2 --nproc 2
 	@$(PY) -m megabit bench train examples/benchmarks/small.yaml parallel.pp=2 --nproc 2
