@@ -16,6 +16,7 @@ only.
 
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -46,8 +47,13 @@ def peak_bytes(device: torch.device) -> int:
     host's, everything, libraries and mapped files included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    try:
+        # Linux' ru_maxrss would begin with the peak of the program that started this one.
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    except (OSError, LookupError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _resident(held: Held, shape: RankShape, device: torch.device) -> dict[str, int]:

@@ -1,17 +1,13 @@
 """Where Triton's kernels run in these tests: on the GPU, or without one in Triton's interpreter.
 
-Triton reads the variable when it decorates a kernel, so it is set before any test module (and thus
-any kernel) is imported. Whoever sets it runs the interpreter on a machine with a GPU too.
+``tests/conftest.py`` chooses it by ``TRITON_INTERPRET``. Whoever sets that runs the interpreter on
+a machine with a GPU too.
 """
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="module")
