@@ -15,7 +15,7 @@ from megabit.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megabit.config.validate import find_problems
+from megabit.config.validate import find_problems, tree_blocks
 
 __all__ = [
     "Config",
@@ -29,4 +29,5 @@ __all__ = [
     "find_problems",
     "load_config",
     "to_yaml",
+    "tree_blocks",
 ]

@@ -26,6 +26,12 @@ def find_problems(config: Config, world_size: int | None = None) -> list[str]:
     ]
 
 
+def tree_blocks(count: int) -> int:
+    """Blocks that layout-exact training cuts ``count`` heads or microbatches into: the largest
+    power of two up to 8 that divides it."""
+    return next(blocks for blocks in (8, 4, 2, 1) if count % blocks == 0)
+
+
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
@@ -251,7 +257,7 @@ def _exact(config: Config, world_size: int | None) -> Iterator[str]:
         yield "run.device: parallel.exact=full holds on the CPU only; use cpu"
     if config.precision.gradients != "float32":
         yield "precision.gradients: parallel.exact=full needs float32: one process rounds nothing"
-    blocks = _power_of_two(model.num_attention_heads)
+    blocks = tree_blocks(model.num_attention_heads)
     if blocks % parallel.tp:
         yield (
             f"parallel.tp: parallel.exact=full adds in {blocks} blocks for "
@@ -265,7 +271,7 @@ def _exact(config: Config, world_size: int | None) -> Iterator[str]:
             f"which do not divide its {tokens} tokens"
         )
     microbatches = train.global_batch_size // train.micro_batch_size
-    blocks = _power_of_two(microbatches)
+    blocks = tree_blocks(microbatches)
     if world_size is not None and world_size % (parallel.tp * parallel.pp) == 0:
         dp = world_size // (parallel.tp * parallel.pp)
         if blocks % dp:
@@ -274,11 +280,6 @@ def _exact(config: Config, world_size: int | None) -> Iterator[str]:
                 f"in {blocks} blocks, which dp={dp} does not divide; use one of "
                 f"{_listed(divisors(blocks))}"
             )
-
-
-def _power_of_two(count: int) -> int:
-    """The largest one up to 8 that divides ``count``."""
-    return next(power for power in (8, 4, 2, 1) if count % power == 0)
 
 
 def _listed(values: list[int]) -> str:

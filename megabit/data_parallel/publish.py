@@ -103,7 +103,7 @@ class Publisher:
         """What travels: ``[1, bytes]`` of packed codes, or values."""
         layout, weights = master.bucket.layout, master.weights.detach()
         if layout.kind != "ternary":
-            return weights.to(self.dtype) if layout.kind == "matrix" else weights.clone()
+            return weights.to(self.dtype) if layout.kind == "matrix" else weights
         packed = weights.new_zeros((1, layout.code_part), dtype=torch.uint8)
         for slot in layout.slots:
             for _, rows in master.held(slot, weights):

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megabit.config import Config, ModelConfig
+from megabit.config import Config, ModelConfig, tree_blocks
 from megabit.mesh import ParallelMesh
 from megabit.model.attention import Attention
 from megabit.model.dropout import Dropout
@@ -36,7 +36,6 @@ from megabit.tensor_parallel import (
     enter_column_parallel,
     ternarize_layers,
     ternary_layers,
-    tree_blocks,
     vocab_parallel_cross_entropy,
     vocab_parallel_logits,
     whole,

@@ -8,7 +8,7 @@ from megabit.tensor_parallel.bitlinear import (
     ternarize_layers,
     ternary_layers,
 )
-from megabit.tensor_parallel.context import LayerContext, tree_blocks
+from megabit.tensor_parallel.context import LayerContext
 from megabit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megabit.tensor_parallel.embedding import VocabParallelEmbedding
 from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass, Kept, Noise
@@ -47,7 +47,6 @@ __all__ = [
     "sharded_parameters",
     "ternarize_layers",
     "ternary_layers",
-    "tree_blocks",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",
     "whole",

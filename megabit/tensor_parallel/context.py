@@ -57,9 +57,3 @@ class LayerContext:
         if self.tree_blocks is None:
             return start_reduce_scatter(x, self.tp, "activation gradients")
         return start_tree_reduce_scatter(x, self.tp, "activation gradients")
-
-
-def tree_blocks(count: int) -> int:
-    """Blocks that layout-exact training cuts ``count`` heads or microbatches into: the largest
-    power of two up to 8 that divides it."""
-    return next(blocks for blocks in (8, 4, 2, 1) if count % blocks == 0)

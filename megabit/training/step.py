@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megabit.config import Config
+from megabit.config import Config, tree_blocks
 from megabit.data.batches import Batch
 from megabit.data_parallel import ZeroOptimizer
 from megabit.errors import RunError
@@ -23,7 +23,7 @@ from megabit.pipeline.actions import Action
 from megabit.pipeline.execute import run_schedule
 from megabit.pipeline.schedules import make_schedule
 from megabit.reduce import all_reduce
-from megabit.tensor_parallel import Noise, tree_blocks
+from megabit.tensor_parallel import Noise
 from megabit.training.schedule import two_stage
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megabit.config import ModelConfig
+from megabit.config import ModelConfig, tree_blocks
 from megabit.launch import run_ranks
 from megabit.mesh import Axis, ParallelMesh
 from megabit.model.attention import Attention
@@ -17,7 +17,7 @@ from megabit.model.kv_heads import HeadSplit, KVHeads
 from megabit.model.norm import Normalized
 from megabit.model.rope import RotaryEmbedding
 from megabit.reduce import own_rows
-from megabit.tensor_parallel import LayerContext, Shard, sharded_parameters, tree_blocks
+from megabit.tensor_parallel import LayerContext, Shard, sharded_parameters
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
