@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-AXES = ("pp", "dp", "tp")
-"""Slowest to fastest rank number."""
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for others."""
 
 
 @dataclass
@@ -68,48 +68,64 @@ class ParallelMesh:
     dp: Axis = field(default_factory=lambda: Axis.single("dp"))
     world: Axis = field(default_factory=lambda: Axis.single("world"))
     stage: Axis = field(default_factory=lambda: Axis.single("stage"))
-    """All ranks of a pipeline stage, TP × DP: together they hold each weight of it once or more."""
+    """All ranks with the same stages, TP × DP: together they hold each weight of these once or
+    more."""
     weights: Axis = field(default_factory=lambda: Axis.single("dp"))
     """The DP axis once more, with a group of its own: new weights travel on it, and what is sent on
     ``dp`` meanwhile does not queue behind them."""
     embedding: Axis = field(default_factory=lambda: Axis.single("embedding"))
-    """First and last stage of a pipeline: the two holders of a tied embedding. Single elsewhere."""
+    """First and last rank of a pipeline: the two holders of a tied embedding, unless the first has
+    both ends. Single elsewhere."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @staticmethod
-    def create(tp: int, pp: int, device: torch.device) -> "ParallelMesh":
+    def create(
+        tp: int, pp: int, device: torch.device, timeout: timedelta = TIMEOUT
+    ) -> "ParallelMesh":
         """The mesh over the initialised process group; collective over the whole world.
 
         Without a process group, that of a world of one.
+
+        Args:
+            timeout: of every group but the world's, which has that of ``process_group``; a rank
+                that waits longer than that for others fails.
         """
         if not dist.is_initialized():
             assert tp == pp == 1, "the configuration was not validated"
             return ParallelMesh(device=device)
         world_size, rank = dist.get_world_size(), dist.get_rank()
         assert world_size % (tp * pp) == 0, "the configuration was not validated"
-        grid = init_device_mesh(device.type, (pp, world_size // (tp * pp), tp), mesh_dim_names=AXES)
-
-        def axis(name: str) -> Axis:
-            size = grid.size(AXES.index(name))
-            return Axis(
-                name, size, grid.get_local_rank(name), grid.get_group(name) if size > 1 else None
-            )
-
+        grid = torch.arange(world_size).view(pp, -1, tp)
         world = Axis("world", world_size, rank, dist.group.WORLD if world_size > 1 else None)
-        mesh = ParallelMesh(axis("tp"), axis("pp"), axis("dp"), world, device=device)
+        mesh = ParallelMesh(world=world, device=device)
+        joined = partial(_joined, rank=rank, timeout=timeout)
         # Every rank takes part in making every group, in the same order.
-        for stage in grid.mesh:
-            mesh.stage = _joined(mesh.stage, stage.flatten().tolist(), rank)
+        for ranks in grid.flatten(0, 1):
+            mesh.tp = joined(mesh.tp, ranks)
+        for stage in grid:
+            mesh.stage = joined(mesh.stage, stage.flatten())
             for replicas in stage.t():
-                mesh.weights = _joined(mesh.weights, replicas.tolist(), rank)
-        if pp > 1:
-            for ends in zip(grid.mesh[0].flatten(), grid.mesh[-1].flatten(), strict=True):
-                mesh.embedding = _joined(mesh.embedding, [int(end) for end in ends], rank)
+                mesh.dp = joined(mesh.dp, replicas)
+                mesh.weights = joined(mesh.weights, replicas)
+        for pipeline in grid.flatten(1).t():
+            mesh.pp = joined(mesh.pp, pipeline)
+            if pp > 1:
+                mesh.embedding = joined(mesh.embedding, pipeline[[0, -1]])
         if mesh.pp.group is not None:
             # NCCL wants the first operation of a group to be one that all of its ranks take part
             # in, and a pipeline's messages go between neighbours only.
             dist.all_reduce(torch.zeros(1, device=device), group=mesh.pp.group)
         return mesh
+
+    def close(self) -> None:
+        """Let go of all groups, before torch's process group is destroyed; nothing is sent then.
+
+        Axes live on in whatever used them, often until the interpreter ends. A group that lived as
+        long would have threads of its own that the interpreter cannot end: the process would abort.
+        """
+        for axes in self._axes().values():
+            for axis in axes:
+                axis.group = None
 
     @property
     def is_main(self) -> bool:
@@ -146,12 +162,13 @@ class ParallelMesh:
         }
 
 
-def _joined(axis: Axis, ranks: list[int], rank: int) -> Axis:
+def _joined(axis: Axis, ranks: torch.Tensor, rank: int, timeout: timedelta) -> Axis:
     """Make the group of ``ranks``: the axis over it for those in it, ``axis`` for the others."""
-    if len(ranks) == 1:
+    members = ranks.tolist()
+    if len(members) == 1:
         return axis
-    group = dist.new_group(ranks)
-    return Axis(axis.name, len(ranks), ranks.index(rank), group) if rank in ranks else axis
+    group = dist.new_group(members, timeout=timeout)
+    return Axis(axis.name, len(members), members.index(rank), group) if rank in members else axis
 
 
 @contextmanager
@@ -160,7 +177,7 @@ def process_group(
     world_size: int,
     device: torch.device,
     init_method: str = "env://",
-    timeout: timedelta = timedelta(minutes=30),
+    timeout: timedelta = TIMEOUT,
 ) -> Iterator[None]:
     """torch's default process group for the length of the block; none for a world of one."""
     if world_size == 1:

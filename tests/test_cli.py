@@ -60,6 +60,7 @@ def test_help_lists_the_commands() -> None:
         ("bench", "Measure this machine"),
         ("prepare", "Read data.text"),
         ("parity", "Run a configuration at several layouts"),
+        ("schedule", "Compare pipeline schedules"),
         ("config", "Merge and check SETTINGS"),
     ]:
         assert re.search(rf"{command} +{does}", result.stdout)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabit.config import load_config
+from megabit.config import SCHEDULE_CHUNKS, load_config
 from megabit.errors import UserError
 
 
@@ -28,6 +28,7 @@ def problems_of(*settings: str, world_size: int | None = None) -> tuple[str, ...
         "model.initializer_range",
         "parallel.tp",
         "parallel.pp",
+        "parallel.vpp",
         "parallel.bucket_mb",
         "data.seq_length",
         "data.prefetch",
@@ -36,6 +37,7 @@ def problems_of(*settings: str, world_size: int | None = None) -> tuple[str, ...
         "train.micro_batch_size",
         "train.log_interval",
         "train.eval_samples",
+        "run.timeout_s",
     ],
 )
 def test_what_must_be_positive(key: str) -> None:
@@ -110,12 +112,74 @@ def test_what_must_not_be_negative(key: str) -> None:
         (
             "parallel.pp=5",
             None,
-            "parallel.pp: 5 stages for model.num_hidden_layers=4; use at most 4",
+            "parallel.pp: 5 stages (parallel.pp · parallel.vpp) for model.num_hidden_layers=4; "
+            "use at most 4",
+        ),
+        (
+            "parallel.pp=3 parallel.vpp=2 parallel.schedule=zb-v",
+            None,
+            "parallel.pp: 6 stages (parallel.pp · parallel.vpp) for model.num_hidden_layers=4; "
+            "use at most 4",
+        ),
+        (
+            "parallel.schedule=1f1b1",
+            None,
+            "parallel.schedule: unknown schedule '1f1b1' (did you mean '1f1b'?); "
+            "a function of your own is named like my_file.py:my_schedule",
+        ),
+        (
+            "parallel.schedule=zbv",
+            None,
+            "parallel.schedule: unknown schedule 'zbv' (did you mean 'zb-v'?)",
+        ),
+        (
+            "parallel.schedule=interleave parallel.vpp=2",
+            None,
+            "parallel.schedule: unknown schedule 'interleave' (did you mean 'interleaved'?)",
+        ),
+        (
+            "parallel.schedule=best",
+            None,
+            "parallel.schedule: unknown schedule 'best' (known: gpipe, 1f1b, interleaved, zb-h1, "
+            "zb-v, v-half, v-min); a function of your own is named like my_file.py:my_schedule",
+        ),
+        (
+            "parallel.schedule=interleaved",
+            None,
+            "parallel.vpp: interleaved needs 2 or more stages on each rank, not 1; or use 1f1b",
+        ),
+        *(
+            (
+                f"parallel.schedule={name} parallel.vpp={vpp}",
+                None,
+                f"parallel.vpp: must be {right} for parallel.schedule={name}, not {vpp}",
+            )
+            for name, right in SCHEDULE_CHUNKS.items()
+            if right is not None
+            for vpp in (1, 2, 3)
+            if vpp != right
         ),
         (
             "parallel.layers_per_stage=[2,2]",
             None,
-            "parallel.layers_per_stage: has 2 entries, must have one for each of the parallel.pp=1",
+            "parallel.layers_per_stage: has 2 entries, must have one for each of the 1 stages "
+            "(parallel.pp · parallel.vpp)",
+        ),
+        (
+            "parallel.pp=2 parallel.vpp=2 parallel.schedule=zb-v parallel.layers_per_stage=[2,2]",
+            None,
+            "parallel.layers_per_stage: has 2 entries, must have one for each of the 4 stages "
+            "(parallel.pp · parallel.vpp)",
+        ),
+        (
+            "parallel.vpp=2 parallel.schedule=my_file.py:my_schedule parallel.layers_per_stage=[4]",
+            None,
+            "parallel.layers_per_stage: has 1 entries, must have one for each of the 2 stages",
+        ),
+        (
+            "parallel.pp=2 parallel.layers_per_stage=[2,2] parallel.balance=measured",
+            None,
+            "parallel.balance: has no effect where parallel.layers_per_stage is set",
         ),
         (
             "parallel.pp=2 parallel.layers_per_stage=[5,-1]",
@@ -288,6 +352,13 @@ def test_numbers_are_finite(key: str, value: str) -> None:
         ("parallel.sequence_parallel=true parallel.tp=2", 2),
         ("parallel.pp=2 parallel.layers_per_stage=[0,4]", 2),
         ("parallel.pp=4", 16),
+        ("parallel.pp=2 parallel.balance=measured", 2),
+        ("parallel.pp=2 parallel.vpp=2 parallel.schedule=interleaved", 2),
+        ("parallel.vpp=4 parallel.schedule=interleaved", 1),
+        ("parallel.pp=2 parallel.vpp=2 parallel.schedule=zb-v "
+         "parallel.layers_per_stage=[4,0,0,0]", 2),
+        ("parallel.pp=2 parallel.vpp=2 parallel.schedule=my_file.py:my_schedule", 2),
+        ("run.timeout_s=0.5", None),
         ("optim.switch=0 optim.min_lr=0 optim.betas=[0,0]", None),
         ("precision.ternary_backward=bfloat16", None),
         ("precision.ternary_backward=int8 train.micro_batch_size=8 data.seq_length=16384", None),
@@ -316,6 +387,17 @@ def test_all_conflicts_are_listed() -> None:
         "parallel.pp",
         "optim.eps",
     ]
+
+
+def test_a_wrong_schedule_leaves_the_number_of_stages_open() -> None:
+    """So nothing is said of a layout that may fit the right one."""
+    layout = ("parallel.pp=2", "parallel.layers_per_stage=[1,1,1,1]")
+    for chosen in (
+        ("parallel.schedule=zb-w", "parallel.vpp=2"),
+        ("parallel.schedule=zb-v", "parallel.vpp=1"),
+    ):
+        (problem,) = problems_of(*layout, *chosen)
+        assert problem.startswith(("parallel.schedule: ", "parallel.vpp: "))
 
 
 def test_all_conflicts_with_layout_exact_training_are_listed() -> None:

@@ -24,8 +24,10 @@ SMALL = {
     "parity": "model.num_hidden_layers=2 train.global_batch_size=4 train.micro_batch_size=2",
     "bench kernels": "--shapes trainer --m 1 --implementations default",
     "bench train": "model.vocab_size=300 model.num_hidden_layers=1 data.seq_length=16",
+    "bench pipeline": "model.vocab_size=300 model.num_hidden_layers=4 data.seq_length=16 --steps 1",
     "prepare": "model.vocab_size=300",
     "config": "",
+    "schedule": "",
 }
 
 

@@ -1,6 +1,7 @@
 """The grid of ranks: who shares which axis, and which groups exist."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -69,6 +70,21 @@ def test_stages_and_global_ranks() -> None:
         (1, False, [0, 1, 2]),
         (2, False, [0, 1, 2]),
     ]
+
+
+def test_every_group_has_the_given_timeout() -> None:
+    """That of the world is torch's default group, whose timeout is ``process_group``'s."""
+
+    def timeouts() -> dict[str, timedelta]:
+        mesh = ParallelMesh.create(tp=2, pp=2, device=CPU, timeout=timedelta(seconds=77))
+        names = ("tp", "pp", "dp", "weights", "stage", "embedding", "world")
+        groups = {name: getattr(mesh, name).group for name in names}
+        assert all(groups.values())
+        return {name: g._get_backend(CPU).options._timeout for name, g in groups.items()}
+
+    for found in run_ranks(timeouts, 8, timeout_s=88):
+        assert found.pop("world") == timedelta(seconds=88)
+        assert {*found.values()} == {timedelta(seconds=77)}
 
 
 def test_one_process_has_no_groups() -> None:

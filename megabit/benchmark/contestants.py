@@ -50,11 +50,11 @@ class Megabit:
     def __init__(self, config: Config, mesh: ParallelMesh) -> None:
         self.mesh = mesh
         self._state = TrainingState.create(config, mesh)
-        self.module: nn.Module = self._state.stage
+        self.module: nn.Module = self._state.stages
 
     def step(self, batch: Batch, step: int) -> Outcome:
         report = train_step(self._state, batch, step)
-        return Outcome(report.loss, report.pipeline_s, report.wait_s)
+        return Outcome(report.loss, report.pipeline.seconds, report.pipeline.wait_s)
 
 
 class Plain:

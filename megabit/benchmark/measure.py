@@ -38,7 +38,7 @@ class Record:
     sent_bytes: dict[str, float]
     """By axis: sent in a step, mean over the steps."""
     bubble: float
-    """Share of the time in the pipeline's schedule that the rank waited for a neighbour."""
+    """Time in the pipeline's schedule that the rank waited, for each unit that it computed."""
     peak_bytes: int
     """The most memory that the process ever had, Python and torch included."""
     parts: Parts | None
@@ -135,7 +135,7 @@ class _Meter:
             losses=self._losses,
             waited_s=_per_step(mesh.waited_s(), self._waited_before, steps),
             sent_bytes=_per_step(mesh.sent_bytes(), self._sent_before, steps),
-            bubble=self._wait_s / self._pipeline_s if self._pipeline_s else 0.0,
+            bubble=self._wait_s / (self._pipeline_s - self._wait_s) if self._pipeline_s else 0.0,
             peak_bytes=peak_bytes(torch.device("cpu")),
             parts=None,
         )

@@ -166,7 +166,7 @@ def _run_host(
             cpu.append(time.process_time() - used)
             weights.append(_waited(mesh) - waited - blocked[-1])
             # Backward takes about two thirds of a microbatch.
-            backwards.append(report.pipeline_s / len(batch.inputs) * 2 / 3)
+            backwards.append(report.pipeline.seconds / len(batch.inputs) * 2 / 3)
             started = time.perf_counter()
             buffers = [b.sums for b in optimizer.gradients.buckets if b.sums is not None]
             swaps = [start_all_to_all(buffer, mesh.dp) for buffer in buffers]

@@ -28,8 +28,8 @@ LEGEND = (
 )
 RANK_LEGEND = (
     "Shares of the step: compute is what is left of it beside the time that the rank was blocked "
-    "in communication, by axis (exposed: what runs beside computation is not in it). bubble: share "
-    "of the pipeline's schedule in which the rank waited for a neighbour. MB: sent in a step."
+    "in communication, by axis (exposed: what runs beside computation is not in it). bubble: time "
+    "in the pipeline's schedule that the rank waited, against that it computed. MB: sent in a step."
 )
 
 

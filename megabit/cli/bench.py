@@ -70,6 +70,36 @@ def train(
     run_and_report(config, nproc, steps, breakdown)
 
 
+@app.command("pipeline")
+def pipeline(
+    settings: Settings = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option(help="A schedule, or file.py:function; may be repeated. Default: all."),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(help="Optimizer steps to time, after two that do not count.", min=1)
+    ] = 6,
+) -> None:
+    """Train with each pipeline schedule: its speed against one process, and its bubble against what
+    the simulator says.
+
+    Takes the SETTINGS that megabit train takes, with parallel.pp of 2 or more, and random tokens
+    instead of data. Runs tp · pp ranks on this host's CPU, one thread each.
+
+    Example: megabit bench pipeline examples/benchmarks/pipeline.yaml --schedule zb-h1
+    """
+    config = load_config(settings or [])
+    if config.parallel.pp < 2:
+        raise UserError("parallel.pp: a pipeline has 2 or more ranks; set it to 2 or more")
+    if config.run.device == "cuda":
+        raise UserError("run.device: megabit bench pipeline measures on the CPU; use cpu or auto")
+
+    from megabit.benchmark.pipeline_report import run_and_report
+
+    run_and_report(config, schedule, steps)
+
+
 @app.command("overlap")
 def overlap(
     share: Annotated[

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from megabit.cli import bench, config, parity, prepare, train
+from megabit.cli import bench, config, parity, prepare, schedule, train
 from megabit.cli.launcher import speaks_for_host
 from megabit.errors import RunError, UserError
 
@@ -16,8 +16,8 @@ app = typer.Typer(
     help=(
         "Train BitNet b1.58 (ternary) language models with tensor, pipeline and data parallelism."
         "\n\n"
-        "All but bench kernels and bench overlap take SETTINGS: YAML files and key=value pairs, "
-        "merged from left to right."
+        "All but schedule, bench kernels and bench overlap take SETTINGS: YAML files and key=value "
+        "pairs, merged from left to right."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -28,6 +28,7 @@ app.command("train")(train.train)
 app.command("prepare")(prepare.prepare)
 app.command("parity")(parity.parity)
 app.command("config")(config.show_config)
+app.command("schedule")(schedule.schedule)
 app.add_typer(bench.app, name="bench")
 
 

@@ -18,7 +18,7 @@ def parity(
         typer.Argument(
             metavar="SETTINGS",
             help="YAML files and key=value pairs; after --layouts, layouts such as tp=2,pp=2 "
-            "(dp=2 for data parallel, sp for sequence parallel).",
+            "(dp=2 for data parallel, sp for sequence parallel, pp=2,zb-v for a schedule).",
             show_default=False,
         ),
     ] = None,

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from contextlib import closing
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,10 +38,12 @@ def train(
     if nproc_per_node is not None:
         if Launch.is_present():
             raise UserError("--nproc-per-node: a launcher has started this process already")
-        load_config(settings, nproc_per_node)  # so that a mistake is told before anything starts
+        # So that a mistake is told before anything starts.
+        _check_schedule(load_config(settings, nproc_per_node), nproc_per_node)
         sys.exit(run_under_torchrun(["train", *settings], nproc_per_node))
     launch = Launch.from_environment()
     config = load_config(settings, launch.world_size)
+    _check_schedule(config, launch.world_size)
 
     from rich.console import Console
 
@@ -56,12 +59,24 @@ def train(
     if launch.local_rank:  # one rank of a host says it
         warnings.filterwarnings("ignore", message="megabit_kernels has no native CPU kernels")
     device = _device(config, launch)
-    with process_group(launch.rank, launch.world_size, device, timeout=timedelta(minutes=30)):
-        mesh = ParallelMesh.create(config.parallel.tp, config.parallel.pp, device)
+    timeout = timedelta(seconds=config.run.timeout_s)
+    with (
+        process_group(launch.rank, launch.world_size, device, timeout=timeout),
+        closing(
+            ParallelMesh.create(config.parallel.tp, config.parallel.pp, device, timeout)
+        ) as mesh,
+    ):
         _prepare(config, launch, mesh)
         finished = trainer.train(config, mesh, Console(quiet=not mesh.is_main))
     if not finished:
         sys.exit(130)
+
+
+def _check_schedule(config: Config, world_size: int) -> None:
+    """Refuse a schedule of the user's that does not work."""
+    from megabit.pipeline.plan import plan_stages
+
+    plan_stages(config, world_size // (config.parallel.tp * config.parallel.pp))
 
 
 def _prepare(config: Config, launch: Launch, mesh: "ParallelMesh") -> None:

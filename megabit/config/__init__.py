@@ -13,11 +13,13 @@ from megabit.config.schema import (
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
+    TelemetryConfig,
     TrainConfig,
 )
-from megabit.config.validate import find_problems, tree_blocks
+from megabit.config.validate import SCHEDULE_CHUNKS, find_problems, tree_blocks
 
 __all__ = [
+    "SCHEDULE_CHUNKS",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -25,6 +27,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "RunConfig",
+    "TelemetryConfig",
     "TrainConfig",
     "find_problems",
     "load_config",

@@ -44,13 +44,20 @@ class ParallelConfig:
     tp: int = 1
     """Tensor-parallel degree: ranks that share each layer."""
     pp: int = 1
-    """Pipeline-parallel degree: stages that the layers are spread over."""
+    """Pipeline-parallel degree: ranks that the layers are spread over."""
+    vpp: int = 1
+    """Stages that each pipeline rank has (Megatron's virtual pipeline size): 2 or more for the
+    schedule ``interleaved``, 2 for ``zb-v``, ``v-half`` and ``v-min``, else 1."""
     sequence_parallel: bool = False
     """Split tokens over the TP ranks between the layers (norms, residuals); needs tp > 1."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order in which a stage runs its microbatches."""
+    schedule: str = "1f1b"
+    """Order in which ranks compute: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half or v-min
+    (``megabit schedule`` compares them), or a function of yours, ``my_file.py:my_schedule``."""
     layers_per_stage: list[int] | None = None
-    """Decoder layers on each stage, first to last; default: as even as possible."""
+    """Decoder layers on each stage, in the order of the model; default: as ``balance`` says."""
+    balance: Literal["estimated", "measured"] = "estimated"
+    """How layers are laid on stages so that ranks have equally much to do, embedding and head
+    included: by the size of their products, or by timing each part when a run begins."""
     bucket_mb: float = 25.0
     """Gradients that travel together over DP, in MiB; at more than 8 DP ranks in proportion more,
     so that what each rank sends to each other stays large enough for the network."""
@@ -146,6 +153,15 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class TelemetryConfig:
+    """What is recorded beside the metrics."""
+
+    trace: bool = False
+    """Record when each pipeline rank computed what, in the last step before each log line: in
+    ``run.dir/timeline`` as text, as a picture and as a Chrome trace."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """This run on this machine."""
 
@@ -158,6 +174,8 @@ class RunConfig:
     sample_prompt: str = "ROMEO:"
     sample_tokens: int = 120
     """Length of the text sample at the end; 0: none."""
+    timeout_s: float = 1800.0
+    """Seconds that a rank waits for another one before it ends with an error."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (WANDB_MODE=offline keeps it local)."""
 
@@ -172,4 +190,5 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     run: RunConfig = field(default_factory=RunConfig)

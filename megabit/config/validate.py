@@ -1,11 +1,24 @@
 """All checks that span settings, as one list of problems, before any process group exists."""
 
 import dataclasses
+import difflib
 import math
 import os.path
 from collections.abc import Iterator
 
-from megabit.config.schema import Config
+from megabit.config.schema import Config, ParallelConfig
+
+SCHEDULE_CHUNKS = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": None,
+    "zb-h1": 1,
+    "zb-v": 2,
+    "v-half": 2,
+    "v-min": 2,
+}
+"""The schedules that ``parallel.schedule`` knows, and how many stages a rank has in each; None: 2
+or more. ``pipeline.catalog`` makes them."""
 
 
 def find_problems(config: Config, world_size: int | None = None) -> list[str]:
@@ -58,6 +71,7 @@ def _not_positive(config: Config) -> Iterator[str]:
         "model.initializer_range": model.initializer_range,
         "parallel.tp": parallel.tp,
         "parallel.pp": parallel.pp,
+        "parallel.vpp": parallel.vpp,
         "parallel.bucket_mb": parallel.bucket_mb,
         "data.seq_length": data.seq_length,
         "data.prefetch": data.prefetch,
@@ -66,6 +80,7 @@ def _not_positive(config: Config) -> Iterator[str]:
         "train.micro_batch_size": train.micro_batch_size,
         "train.log_interval": train.log_interval,
         "train.eval_samples": train.eval_samples,
+        "run.timeout_s": config.run.timeout_s,
     }
     for key, value in counts.items():
         if not value > 0:
@@ -130,28 +145,62 @@ def _parallel(config: Config, world_size: int | None) -> Iterator[str]:
                 f"parallel.sequence_parallel: parallel.tp={parallel.tp} does not divide the "
                 f"{tokens} tokens of a microbatch (train.micro_batch_size · data.seq_length)"
             )
-    stages = parallel.layers_per_stage
-    if stages is None:
-        if parallel.pp > model.num_hidden_layers:
-            yield (
-                f"parallel.pp: {parallel.pp} stages for model.num_hidden_layers="
-                f"{model.num_hidden_layers}; use at most {model.num_hidden_layers}"
-            )
-    else:
-        if len(stages) != parallel.pp:
-            yield (
-                f"parallel.layers_per_stage: has {len(stages)} entries, "
-                f"must have one for each of the parallel.pp={parallel.pp} stages"
-            )
-        if any(count < 0 for count in stages):
-            yield f"parallel.layers_per_stage: {stages} has a negative entry"
-        if sum(stages) != model.num_hidden_layers:
-            yield (
-                f"parallel.layers_per_stage: {stages} adds up to {sum(stages)} layers, "
-                f"must be model.num_hidden_layers={model.num_hidden_layers}"
-            )
+    yield from _stages(config)
     if world_size is not None:
         yield from _world(config, world_size)
+
+
+def _stages(config: Config) -> Iterator[str]:
+    parallel, layers = config.parallel, config.model.num_hidden_layers
+    problems = [*_schedule(parallel)]
+    yield from problems
+    if problems:
+        return  # it is not known how many stages there should be
+    num_stages, counts = parallel.pp * parallel.vpp, parallel.layers_per_stage
+    stages = f"{num_stages} stages (parallel.pp · parallel.vpp)"
+    if counts is None:
+        if num_stages > layers:
+            yield (
+                f"parallel.pp: {stages} for model.num_hidden_layers={layers}; use at most {layers}"
+            )
+        return
+    if len(counts) != num_stages:
+        yield (
+            f"parallel.layers_per_stage: has {len(counts)} entries, must have one for each of the "
+            f"{stages}"
+        )
+    if any(count < 0 for count in counts):
+        yield f"parallel.layers_per_stage: {counts} has a negative entry"
+    if sum(counts) != layers:
+        yield (
+            f"parallel.layers_per_stage: {counts} adds up to {sum(counts)} layers, "
+            f"must be model.num_hidden_layers={layers}"
+        )
+    if parallel.balance == "measured":
+        yield "parallel.balance: has no effect where parallel.layers_per_stage is set"
+
+
+def _schedule(parallel: ParallelConfig) -> Iterator[str]:
+    name = parallel.schedule
+    if ":" in name:  # a function of the user's, which is tried when it is loaded
+        return
+    if name not in SCHEDULE_CHUNKS:
+        near = difflib.get_close_matches(name, SCHEDULE_CHUNKS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(SCHEDULE_CHUNKS)
+        yield (
+            f"parallel.schedule: unknown schedule {name!r} ({hint}); "
+            "a function of your own is named like my_file.py:my_schedule"
+        )
+        return
+    chunks = SCHEDULE_CHUNKS[name]
+    if chunks is None:
+        if parallel.vpp < 2:
+            yield (
+                f"parallel.vpp: {name} needs 2 or more stages on each rank, not {parallel.vpp}; "
+                "or use 1f1b"
+            )
+    elif parallel.vpp != chunks:
+        yield f"parallel.vpp: must be {chunks} for parallel.schedule={name}, not {parallel.vpp}"
 
 
 def _world(config: Config, world_size: int) -> Iterator[str]:

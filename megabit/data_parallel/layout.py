@@ -7,7 +7,7 @@ Offsets and lengths are multiples of 64 elements: fused AdamW computes the last 
 tensor by other code than the rest, and a part must not have any.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,28 +116,36 @@ class BucketLayout:
 
 
 def lay_out(
-    parameters: Iterable[tuple[str, ShardedParameter, Kind]], ranks: int, bucket_mb: float
+    parameters: Iterable[tuple[str, ShardedParameter, Kind]],
+    ranks: int,
+    bucket_mb: float,
+    chunk_of: Callable[[str], int] = lambda name: 0,
 ) -> list[BucketLayout]:
     """Buckets in the order in which backward passes complete them.
+
+    A bucket has tensors of one pipeline stage only: so that it counts whole microbatches, and does
+    not wait for the backward passes of another stage.
 
     Args:
         parameters: by name, in the order of the forward pass.
         bucket_mb: MiB of fp32 at which a bucket is closed; more at more than ``FULL_SPEED_RANKS``.
+        chunk_of: which of the rank's stages a parameter belongs to, by its name.
     """
     limit = bucket_mb * MIB / 4 * max(1, ranks / FULL_SPEED_RANKS)
-    open_groups: dict[Kind, list[tuple[str, ShardedParameter]]] = {}
-    sizes: dict[Kind, int] = {}
+    open_groups: dict[tuple[Kind, int], list[tuple[str, ShardedParameter]]] = {}
+    sizes: dict[tuple[Kind, int], int] = {}
     buckets: list[BucketLayout] = []
     ordered = list(parameters)
     position = {(kind, name): i for i, (name, _, kind) in enumerate(ordered)}
     for name, parameter, kind in reversed(ordered):
-        group = open_groups.setdefault(kind, [])
-        if group and sizes[kind] + parameter.numel() > limit:
+        key = kind, chunk_of(name)
+        group = open_groups.setdefault(key, [])
+        if group and sizes[key] + parameter.numel() > limit:
             buckets.append(_bucket(kind, group, ranks))
-            group = open_groups[kind] = []
-        sizes[kind] = parameter.numel() + (sizes[kind] if group else 0)
+            group = open_groups[key] = []
+        sizes[key] = parameter.numel() + (sizes[key] if group else 0)
         group.append((name, parameter))
-    buckets += [_bucket(kind, group, ranks) for kind, group in open_groups.items()]
+    buckets += [_bucket(kind, group, ranks) for (kind, _), group in open_groups.items()]
     # A bucket is complete with the first of its tensors in the forward pass, its last slot.
     return sorted(buckets, key=lambda bucket: -position[bucket.kind, bucket.slots[-1].name])
 

@@ -13,7 +13,7 @@ ranks changes them.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ from megabit_kernels import numerics, square_sum
 
 @dataclass
 class ZeroOptimizer:
-    """The optimizer of a stage, and the way of its gradients and weights over DP."""
+    """The optimizer of a rank's stages, and the way of its gradients and weights over DP."""
 
     mesh: ParallelMesh
     gradients: GradientBuckets
@@ -41,7 +41,7 @@ class ZeroOptimizer:
     adam: torch.optim.Optimizer
     publisher: Publisher
     tied: tuple[ShardedParameter, ShardedParameter | None] | None
-    """The embedding, and its second use as a head if that is on this stage with a gradient of its
+    """The embedding, and its second use as a head if that is on this rank with a gradient of its
     own."""
     is_sharded: bool
     updates: int = 0
@@ -49,33 +49,35 @@ class ZeroOptimizer:
 
     @staticmethod
     def create(
-        stage: nn.Module,
+        stages: nn.Module,
         mesh: ParallelMesh,
         config: Config,
         tied: tuple[ShardedParameter, ShardedParameter | None] | None = None,
         blocks_per_step: int = 1,
+        chunk_of: Callable[[str], int] = lambda name: 0,
     ) -> "ZeroOptimizer":
-        """Take over the values and gradients of ``stage``'s parameters; collective over the mesh.
+        """Take over the values and gradients of ``stages``' parameters; collective over the mesh.
 
         Afterwards its ternary layers hold codes only.
 
         Args:
-            tied: the tied embedding, where this stage has it.
+            tied: the tied embedding, where this rank has it.
             blocks_per_step: see ``GradientBuckets``.
+            chunk_of: which of the rank's stages a parameter belongs to, by its name.
         """
         layers = {
             f"{name}.weight": module
-            for name, module in stage.named_modules()
+            for name, module in stages.named_modules()
             if isinstance(module, TernaryLayer)
         }
-        initial = sharded_parameters(stage)
+        initial = sharded_parameters(stages)
         values = {name: parameter.detach() for name, parameter in initial.items()}
         dtype = next(iter(values.values())).dtype
         compute_dtype = getattr(torch, config.precision.compute)
         for layer in layers.values():
             layer.give_up_latent()
         parameters = [
-            (name, p, _kind(name in layers, p)) for name, p in sharded_parameters(stage).items()
+            (name, p, _kind(name in layers, p)) for name, p in sharded_parameters(stages).items()
         ]
         for _, parameter, kind in parameters:
             if kind == "matrix":
@@ -86,7 +88,7 @@ class ZeroOptimizer:
         is_sharded = config.optim.zero_stage > 0 and mesh.dp.size > 1
         buckets = [
             Bucket(layout)
-            for layout in lay_out(parameters, mesh.dp.size, config.parallel.bucket_mb)
+            for layout in lay_out(parameters, mesh.dp.size, config.parallel.bucket_mb, chunk_of)
         ]
         gradients = GradientBuckets(
             buckets,
@@ -112,8 +114,8 @@ class ZeroOptimizer:
         return optimizer
 
     def finish_gradients(self) -> None:
-        """Complete the sums of this rank's parts; collective over DP, and over the two stages that
-        hold a tied embedding."""
+        """Complete the sums of this rank's parts; collective over DP, and over the two pipeline
+        ranks that hold a tied embedding."""
         self.gradients.finish()
         if self.tied is None:
             return

@@ -1,5 +1,6 @@
-"""The decoder. Written for one stage of a pipeline and one rank of TP; a world of one is both."""
+"""The decoder. Written for the stages of one pipeline rank and one rank of TP; a world of one is
+both."""
 
-from megabit.model.decoder import CausalLMStage, build_stage, num_parameters
+from megabit.model.decoder import CausalLMStages, build_stages, num_parameters
 
-__all__ = ["CausalLMStage", "build_stage", "num_parameters"]
+__all__ = ["CausalLMStages", "build_stages", "num_parameters"]

@@ -1,4 +1,4 @@
-"""The decoder, as the part of it that one pipeline stage holds.
+"""The decoder, as the part of it that one pipeline rank holds: a stage, or several.
 
 Pre-norm blocks with SubLN as in BitNet-2B4T (arXiv 2504.12285). Parameter names are those of
 Hugging Face's ``BitNetForCausalLM``, with the layer numbers of the whole model, whatever the stage.
@@ -6,6 +6,7 @@ Tokens of a microbatch are flattened: ``T = B · S`` rows, of which a rank holds
 layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,14 +22,14 @@ from megabit.model.mlp import MLP
 from megabit.model.norm import RMSNorm
 from megabit.model.recompute import recomputed
 from megabit.model.rope import RotaryEmbedding
-from megabit.pipeline.layout import StageLayout, stage_layouts
+from megabit.pipeline.layout import StageLayout
+from megabit.pipeline.plan import StagePlan, plan_stages
 from megabit.tensor_parallel import (
     PLAIN,
     BlockPartition,
     ColumnParallelLinear,
     ForwardPass,
     LayerContext,
-    Noise,
     ShardedParameter,
     Span,
     TernaryLayer,
@@ -110,58 +111,68 @@ class DecoderLayer(nn.Module):
         return compute(x, forward_pass)
 
 
-class DecoderStage(nn.Module):
-    """The layers of one stage, with the embedding on the first stage and the norm on the last."""
+class DecoderStages(nn.Module):
+    """The layers of a rank's stages, with the embedding if it has the first stage, and the norm if
+    it has the last."""
 
     def __init__(
         self,
         model: ModelConfig,
-        layout: StageLayout,
+        layouts: Sequence[StageLayout],
         rows: Span,
         max_length: int,
         training: LayerTraining,
         context: LayerContext,
     ) -> None:
         super().__init__()
-        tied_copy = layout.head and model.tie_word_embeddings and not layout.embedding
-        if layout.embedding or tied_copy:
-            if tied_copy:  # counted once, by the first stage
+        has_embedding, has_head = (any(x.embedding for x in layouts), any(x.head for x in layouts))
+        tied_copy = has_head and model.tie_word_embeddings and not has_embedding
+        if has_embedding or tied_copy:
+            if tied_copy:  # counted once, by the rank that has the first stage
                 rows = rows.owning(rows.start, rows.start)
             self.embed_tokens = VocabParallelEmbedding(rows, model.hidden_size, context)
         self.embedding_dropout = Dropout(training.hidden_dropout, "embed_tokens", context)
         self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(model, i, training, context) for i in layout.layers}
+            {
+                str(i): DecoderLayer(model, i, training, context)
+                for layout in layouts
+                for i in layout.layers
+            }
         )
-        if layout.head:
+        if has_head:
             hidden = _replicated(model.hidden_size, context)
             self.norm = RMSNorm(hidden, model.rms_norm_eps, context)
         self.rope = RotaryEmbedding(model.head_dim, max_length, model.rope_theta, context.device)
 
 
-class CausalLMStage(nn.Module):
-    """One pipeline stage of the language model.
+class CausalLMStages(nn.Module):
+    """The stages of the language model that one pipeline rank holds.
 
-    ``forward`` maps tokens (first stage) or hidden states to hidden states; on the last stage,
+    ``forward`` maps tokens (first stage) or hidden states to hidden states; after the last stage,
     ``loss`` and ``logits`` map those further.
+
+    Args:
+        layouts: of the rank's stages, by chunk.
     """
 
     def __init__(
         self,
         model: ModelConfig,
-        layout: StageLayout,
+        layouts: Sequence[StageLayout],
         max_length: int,
         context: LayerContext,
         training: LayerTraining | None = None,
     ) -> None:
         super().__init__()
         training = training or LayerTraining()
-        self.layout = layout
+        self.layouts = tuple(layouts)
         self.context = context
         tp = context.tp
         partition = BlockPartition(model.vocab_size, model.num_attention_heads)
         self.vocab_rows = partition.span(tp.rank, tp.size)
-        self.model = DecoderStage(model, layout, self.vocab_rows, max_length, training, context)
-        if layout.head and not model.tie_word_embeddings:
+        self.model = DecoderStages(model, layouts, self.vocab_rows, max_length, training, context)
+        self.has_head = any(layout.head for layout in layouts)
+        if self.has_head and not model.tie_word_embeddings:
             self.lm_head = ColumnParallelLinear(model.hidden_size, self.vocab_rows, context)
         self.is_tied = model.tie_word_embeddings
         self.hidden_size = model.hidden_size
@@ -171,9 +182,9 @@ class CausalLMStage(nn.Module):
         # In a list, since a module would take it for a parameter of its own.
         self._head_uses: list[ShardedParameter] = []
         weight = self.embedding_weight
-        if self.is_tied and layout.embedding and layout.head:
+        if self.is_tied and self.has_head and any(layout.embedding for layout in layouts):
             assert weight is not None
-            if context.tree_blocks is None:
+            if context.tree_blocks is None and len(layouts) == 1:
                 weight.uses = 2
             else:
                 self._head_uses.append(weight.second_use())
@@ -184,15 +195,15 @@ class CausalLMStage(nn.Module):
 
     @property
     def embedding_weight(self) -> ShardedParameter | None:
-        """The embedding matrix, where this stage has a copy of it."""
+        """The embedding matrix, where this rank has a copy of it."""
         embedding = getattr(self.model, "embed_tokens", None)
         return None if embedding is None else embedding.weight
 
     @property
     def head_use(self) -> ShardedParameter | None:
-        """The embedding's values once more, as the tied head's weight: in layout-exact training
-        where both are on this stage. Else the head's gradient would be added to the embedding's
-        after each microbatch, and not, as between two stages, after the last one."""
+        """The embedding's values once more, as the tied head's weight, where both are on this rank:
+        on different stages, or in layout-exact training. Else the head's gradient would be added to
+        the embedding's after each microbatch, and not, as between two ranks, after the last one."""
         return self._head_uses[0] if self._head_uses else None
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
@@ -200,26 +211,41 @@ class CausalLMStage(nn.Module):
         ranks = self.context.tp.size if self.context.sequence_parallel else 1
         return batch * length // ranks, self.hidden_size
 
+    def chunk_of(self, name: str) -> int:
+        """The chunk in whose backward pass the parameter of that name gets its (last) gradient."""
+        part = name.removeprefix("model.")
+        for chunk, layout in enumerate(self.layouts):
+            if part.startswith("layers."):
+                if int(part.split(".")[1]) in layout.layers:
+                    return chunk
+            elif layout.embedding if part.startswith("embed_tokens") else layout.head:
+                return chunk
+        return len(self.layouts) - 1  # the head's copy of a tied embedding
+
     def forward(
-        self, tokens: Tensor, hidden: Tensor | None = None, noise: Noise | None = None
+        self,
+        tokens: Tensor,
+        hidden: Tensor | None = None,
+        forward_pass: ForwardPass = PLAIN,
+        chunk: int = 0,
     ) -> Tensor:
-        """Hidden states ``[t, H]`` after this stage's layers.
+        """Hidden states ``[t, H]`` after the layers of one of the rank's stages.
 
         Args:
             tokens: int64 ``[B, S]``, read by the first stage; others take their shape only.
             hidden: ``[t, H]`` from the stage before; None on the first stage.
-            noise: of this microbatch, in training.
+            forward_pass: of this microbatch on this stage.
+            chunk: which of the rank's stages.
         """
         batch, length = tokens.shape
-        forward_pass = ForwardPass(noise)
         if hidden is None:
-            x = self.model.embed_tokens(tokens.flatten())
+            x = self.model.embed_tokens(tokens.flatten(), forward_pass)
             x = self.model.embedding_dropout(x, forward_pass)
         else:
             x = hidden
         rope = self.model.rope.tables(length, x.dtype)
-        for layer in self.model.layers.values():
-            x = layer(x, rope, batch, forward_pass)
+        for index in self.layouts[chunk].layers:
+            x = self.model.layers[str(index)](x, rope, batch, forward_pass)
         return x
 
     def ternarize(self) -> None:
@@ -235,40 +261,50 @@ class CausalLMStage(nn.Module):
             total += codes.numel()
         return zeros, total
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, forward_pass: ForwardPass = PLAIN) -> Tensor:
         """``[t, H]`` → ``[T, v]``, this rank's part of the vocabulary."""
         values = enter_column_parallel(self.model.norm(hidden).values, self.context)
         weight = self.model.embed_tokens.weight if self.is_tied else self.lm_head.weight
         if self.head_use is not None:
             weight = self.head_use
-        return vocab_parallel_logits(values, weight, self.vocab_rows, self.context)
+        return vocab_parallel_logits(values, weight, self.vocab_rows, self.context, forward_pass)
 
-    def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    def loss(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        forward_pass: ForwardPass = PLAIN,
+    ) -> Tensor:
         """Sum of the cross-entropy over the target tokens that ``mask`` keeps, in nats.
 
         ``targets`` int64 and ``mask`` bool are ``[B, S]``. The same on every TP rank.
         """
         losses = vocab_parallel_cross_entropy(
-            self.logits(hidden), targets.flatten(), self.vocab_rows, self.context.tp
+            self.logits(hidden, forward_pass), targets.flatten(), self.vocab_rows, self.context.tp
         )
         return (losses * mask.flatten()).sum()
 
 
-def build_stage(config: Config, mesh: ParallelMesh) -> CausalLMStage:
-    """This rank's stage, initialised. The same values at every layout."""
-    layouts = stage_layouts(
-        config.model.num_hidden_layers, config.parallel.pp, config.parallel.layers_per_stage
-    )
+def build_stages(
+    config: Config, mesh: ParallelMesh, plan: StagePlan | None = None
+) -> CausalLMStages:
+    """This rank's stages, initialised. The same values at every layout.
+
+    Args:
+        plan: that of ``config``, where it is made already.
+    """
+    plan = plan or plan_stages(config, mesh.dp.size)
     context = layer_context(config, mesh)
-    stage = CausalLMStage(
+    stages = CausalLMStages(
         config.model,
-        layouts[mesh.pp.rank],
+        plan.of_rank(mesh.pp.rank),
         config.data.seq_length,
         context,
         LayerTraining.of(config),
     )
-    initialize(stage, config.train.seed, config.model.initializer_range)
-    return stage
+    initialize(stages, config.train.seed, config.model.initializer_range)
+    return stages
 
 
 def num_parameters(model: ModelConfig) -> int:

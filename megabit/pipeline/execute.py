@@ -1,28 +1,45 @@
-"""Run a schedule on one stage: where a training step computes and talks to its neighbours.
+"""Run a schedule on one rank: where the computing of a training step happens.
 
-For each microbatch, ``Forward`` keeps what was received and what was made of it until ``Backward``
-takes both; ``Exchange`` moves activations ``[t, H]`` up and their gradients down the pipeline. The
-executor knows no schedule by name.
+For each microbatch and stage, ``Forward`` keeps what was received and what was made of it until a
+backward takes both. ``Backward`` computes all gradients; ``InputGradient`` only those that the
+stage before waits for, and leaves the others in a queue for ``WeightGradient``. What stages send
+each other goes through the ``Mailbox``. The executor knows no schedule by name.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megabit.mesh import Axis
-from megabit.pipeline.actions import Action, Backward, Exchange, Forward, Message
-from megabit.tensor_parallel import Noise
+from megabit.pipeline.actions import (
+    Backward,
+    Compute,
+    Exchange,
+    Forward,
+    InputGradient,
+    Schedule,
+    WeightGradient,
+    needed_by,
+    produced_by,
+)
+from megabit.pipeline.clock import Clock
+from megabit.pipeline.mailbox import Mailbox
+from megabit.pipeline.timeline import Span
+from megabit.tensor_parallel import ForwardPass, Noise, WeightGradientQueue
+
+Finish = Callable[[Tensor, int, ForwardPass], Tensor]
 
 
-class Stage(Protocol):
-    """What the executor needs of a model stage; see ``model.CausalLMStage``."""
+class Stages(Protocol):
+    """What the executor needs of the stages on a rank; see ``model.CausalLMStages``."""
 
-    def __call__(self, tokens: Tensor, hidden: Tensor | None, noise: Noise | None) -> Tensor: ...
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor | None, forward_pass: ForwardPass, chunk: int
+    ) -> Tensor: ...
 
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]: ...
 
@@ -35,121 +52,152 @@ class PipelineResult:
     """What one run of a schedule gave on this rank."""
 
     outputs: list[Tensor]
-    """What ``finish`` made of each microbatch, detached; empty except on the last stage."""
-    busy_s: float
-    """Seconds from the first action to the last."""
-    wait_s: float
-    """Seconds of those in which the rank waited for an exchange with a neighbour: the bubble."""
+    """What ``finish`` made of each microbatch, detached; empty except where the last stage is."""
+    spans: list[Span]
+    """When this rank computed what, on the host's monotonic clock."""
+    seconds: float
+    """From the first action to the last, waiting included."""
 
-
-@dataclass
-class _Live:
-    """A microbatch between its forward and its backward."""
-
-    hidden_in: Tensor | None
-    root: Tensor
-    """Where backward starts: what ``finish`` gave on the last stage, else the stage's output."""
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which the rank computed nothing: its part of the bubble."""
+        return max(0.0, self.seconds - sum(span.duration for span in self.spans))
 
 
 def run_schedule(
-    actions: Sequence[Action],
-    stage: Stage,
-    tokens: Tensor,
-    finish: Callable[[Tensor, int], Tensor],
+    schedule: Schedule,
+    stages: Stages,
+    tokens: Sequence[Tensor],
+    finish: Finish,
     pp: Axis,
     *,
     noises: Sequence[Noise] | None = None,
     output_gradient: Tensor | None = None,
 ) -> PipelineResult:
-    """Run this stage's ``actions`` over a step's microbatches; collective over ``pp``.
+    """Run this rank's part of ``schedule`` over a step's microbatches; collective over ``pp``.
 
-    Backward passes add to the parameters' gradients.
+    Backward passes hand gradients to the parameters.
 
     Args:
-        tokens: int64 ``[m, B, S]``, the inputs of the m microbatches.
-        finish: called on the last stage with its output ``[t, H]`` and the microbatch's number; in
-            training it gives the loss, a scalar.
+        tokens: the inputs of the microbatches, int64 ``[B, S]`` each (or ``[m, B, S]``); the same
+            on every rank of the pipeline, and B and S may differ between microbatches.
+        finish: called with the last stage's output ``[t, H]``, the number of the microbatch and its
+            forward pass; in training it gives the loss, a scalar.
         noises: the random numbers of each microbatch, in training.
         output_gradient: d(objective)/d(what ``finish`` gave), the same for all microbatches, such
-            as 1 / target tokens of the step; needed where ``actions`` has a ``Backward``.
+            as 1 / target tokens of the step; needed where the schedule has backward passes.
+
+    Raises:
+        PeerLost: another rank of the pipeline died, or did not answer within the time-out of the
+            process group.
     """
-    started = time.perf_counter()
-    run = _Run(stage, tokens, finish, pp, noises, output_gradient)
-    with torch.set_grad_enabled(any(isinstance(action, Backward) for action in actions)):
-        for action in actions:
-            if isinstance(action, Forward):
-                run.forward(action.microbatch)
-            elif isinstance(action, Backward):
-                run.backward(action.microbatch)
-            else:
-                run.exchange(action)
-    return PipelineResult(run.outputs, time.perf_counter() - started, run.wait_s)
+    run = _Run(schedule, stages, tokens, finish, pp, noises, output_gradient)
+    return run.run()
+
+
+@dataclass
+class _Live:
+    """A microbatch between its forward and its backward on a stage."""
+
+    hidden_in: Tensor | None
+    root: Tensor
+    """Where backward starts: what ``finish`` gave after the last stage, else the stage's output."""
 
 
 @dataclass
 class _Run:
-    """The state of one run: live microbatches and what was or is to be exchanged."""
+    """The state of one run: live microbatches, put off weight gradients, results."""
 
-    stage: Stage
-    tokens: Tensor
-    finish: Callable[[Tensor, int], Tensor]
+    schedule: Schedule
+    stages: Stages
+    tokens: Sequence[Tensor]
+    finish: Finish
     pp: Axis
     noises: Sequence[Noise] | None
     output_gradient: Tensor | None
-    live: dict[int, _Live] = field(default_factory=dict)
-    received: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    outgoing: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
+    """By microbatch and chunk."""
+    put_off: dict[tuple[int, int], WeightGradientQueue] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
-    wait_s: float = 0.0
 
-    @property
-    def is_last(self) -> bool:
-        return self.pp.rank == self.pp.size - 1
+    @cached_property
+    def computes(self) -> list[Compute]:
+        return self.schedule.computes(self.pp.rank)
 
-    def forward(self, microbatch: int) -> None:
-        hidden_in = self.received.pop(("activation", microbatch), None)
-        if hidden_in is not None:
-            hidden_in.requires_grad_(torch.is_grad_enabled())
-        noise = None if self.noises is None else self.noises[microbatch]
-        root = self.stage(self.tokens[microbatch], hidden_in, noise)
-        if self.is_last:
-            root = self.finish(root, microbatch)
-            self.outputs.append(root.detach())
-        else:
-            self.outgoing["activation", microbatch] = root.detach()
-        if torch.is_grad_enabled():
-            self.live[microbatch] = _Live(hidden_in, root)
+    @cached_property
+    def is_training(self) -> bool:
+        """Whether there is anything but forward passes."""
+        return not all(isinstance(compute, Forward) for compute in self.computes)
 
-    def backward(self, microbatch: int) -> None:
-        live = self.live.pop(microbatch)
-        gradient = (
-            self.output_gradient if self.is_last else self.received.pop(("gradient", microbatch))
+    def run(self) -> PipelineResult:
+        for compute in self.computes:
+            if isinstance(compute, WeightGradient):
+                self.put_off[compute.microbatch, compute.chunk] = WeightGradientQueue()
+        device = self.tokens[0].device
+        mailbox = Mailbox(self.pp, self.hidden_shape, self.stages.hidden_dtype, device)
+        clock = Clock(device)
+        started, marks = clock.mark(), []
+        with torch.set_grad_enabled(self.is_training):
+            for action in self.schedule.ranks[self.pp.rank]:
+                if isinstance(action, Exchange):
+                    mailbox.post(action)
+                    continue
+                needed = needed_by(action, self.pp.rank, self.schedule.placement)
+                received = None if needed is None else mailbox.take(needed)
+                before = clock.mark()
+                made = self.compute(action, received)
+                marks.append((action, before, clock.mark()))
+                target = produced_by(action, self.pp.rank, self.schedule.placement)
+                if target is not None:
+                    assert made is not None
+                    mailbox.put(target, made)
+        mailbox.finish()
+        ended = clock.mark()
+        return PipelineResult(
+            self.outputs,
+            [Span(action, clock.seconds(a), clock.seconds(b)) for action, a, b in marks],
+            clock.seconds(ended) - clock.seconds(started),
         )
+
+    def compute(self, action: Compute, received: Tensor | None) -> Tensor | None:
+        """What the neighbouring stage needs of ``action``."""
+        match action:
+            case Forward():
+                return self.forward(action, received)
+            case Backward() | InputGradient():
+                return self.backward(action, received)
+            case WeightGradient():
+                self.put_off.pop((action.microbatch, action.chunk)).run()
+        return None
+
+    def forward(self, action: Forward, hidden_in: Tensor | None) -> Tensor:
+        microbatch, chunk = action.microbatch, action.chunk
+        if hidden_in is not None:
+            hidden_in.requires_grad_(self.is_training)
+        forward_pass = ForwardPass(
+            None if self.noises is None else self.noises[microbatch],
+            weight_gradients=self.put_off.get((microbatch, chunk)),
+        )
+        root = self.stages(self.tokens[microbatch], hidden_in, forward_pass, chunk)
+        if self.is_last(chunk):
+            root = self.finish(root, microbatch, forward_pass)
+            self.outputs.append(root.detach())
+        if self.is_training:
+            self.live[microbatch, chunk] = _Live(hidden_in, root)
+        return root.detach()
+
+    def backward(self, action: Backward | InputGradient, gradient: Tensor | None) -> Tensor | None:
+        live = self.live.pop((action.microbatch, action.chunk))
+        if self.is_last(action.chunk):
+            gradient = self.output_gradient
         torch.autograd.backward(live.root, gradient)
-        if live.hidden_in is not None:
-            assert live.hidden_in.grad is not None
-            self.outgoing["gradient", microbatch] = live.hidden_in.grad
+        return None if live.hidden_in is None else live.hidden_in.grad
 
-    def exchange(self, exchange: Exchange) -> None:
-        started = time.perf_counter()
-        _, batch, length = self.tokens.shape
-        shape = self.stage.hidden_shape(batch, length)
-        operations = []
-        for message in exchange.sends:
-            tensor = self.outgoing.pop((message.kind, message.microbatch)).contiguous()
-            purpose = "activations" if message.kind == "activation" else "activation gradients"
-            self.pp.sent[purpose] += tensor.nbytes
-            operations.append(self._operation(dist.isend, tensor, message))
-        for message in exchange.receives:
-            tensor = torch.empty(shape, dtype=self.stage.hidden_dtype, device=self.tokens.device)
-            self.received[message.kind, message.microbatch] = tensor
-            operations.append(self._operation(dist.irecv, tensor, message))
-        with self.pp.waiting():
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        self.wait_s += time.perf_counter() - started
+    def is_last(self, chunk: int) -> bool:
+        """Whether the rank's chunk is the last stage of the model."""
+        placement = self.schedule.placement
+        return placement.stage(self.pp.rank, chunk) == placement.num_stages - 1
 
-    def _operation(
-        self, kind: Callable[..., dist.Work | None], tensor: Tensor, message: Message
-    ) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self.pp.global_rank(message.peer), self.pp.group)
+    def hidden_shape(self, microbatch: int) -> tuple[int, int]:
+        batch, length = self.tokens[microbatch].shape
+        return self.stages.hidden_shape(batch, length)

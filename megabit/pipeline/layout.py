@@ -1,4 +1,4 @@
-"""Which parts of the model each pipeline stage holds."""
+"""Which parts of the model each pipeline stage has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,31 +16,15 @@ class StageLayout:
     """Final norm, output head and loss."""
 
 
-def stage_layouts(
-    num_layers: int, pp: int, layers_per_stage: Sequence[int] | None = None
-) -> list[StageLayout]:
-    """Lay consecutive layers over ``pp`` stages.
+def stage_layouts(layers_per_stage: Sequence[int]) -> tuple[StageLayout, ...]:
+    """Lay consecutive layers over stages; the embedding is on the first and the head on the last.
 
     Args:
-        num_layers: decoder layers of the whole model.
-        pp: number of stages.
-        layers_per_stage: layers on each stage; default: as even as possible, with the odd layers on
-            the earliest stages, because the last one has the head's product to compute as well.
-
-    Raises:
-        ValueError: if the layout would lose or repeat a layer. Users hear of it earlier, from
-            ``config.find_problems``.
+        layers_per_stage: first stage first. That they add up to the model's layers is for
+            ``config.find_problems`` to see.
     """
-    counts = _even(num_layers, pp) if layers_per_stage is None else layers_per_stage
-    if len(counts) != pp or min(counts) < 0 or sum(counts) != num_layers:
-        raise ValueError(f"{list(counts)} does not lay {num_layers} layers over {pp} stages")
-    ends = list(accumulate(counts))
-    return [
-        StageLayout(range(end - count, end), embedding=stage == 0, head=stage == pp - 1)
-        for stage, (count, end) in enumerate(zip(counts, ends, strict=True))
-    ]
-
-
-def _even(num_layers: int, pp: int) -> list[int]:
-    share, odd = divmod(num_layers, pp)
-    return [share + (stage < odd) for stage in range(pp)]
+    ends = [*accumulate(layers_per_stage)]
+    return tuple(
+        StageLayout(range(end - count, end), embedding=stage == 0, head=stage == len(ends) - 1)
+        for stage, (count, end) in enumerate(zip(layers_per_stage, ends, strict=True))
+    )

@@ -1,107 +1,99 @@
-"""Pipeline schedules: the order of compute on each stage, and the communication it implies.
+"""Schedules whose backward passes compute all gradients at once, and that of evaluation.
 
-A generator states only the order of Forward and Backward; ``with_communication`` derives every
-message from it. All generators run the backward passes in the order of the microbatches, so that
-gradients add up in the same order, hence to the same bits, whatever the schedule.
+A generator is a function of p ranks, m microbatches and v chunks that states the order in which
+each rank computes, and nothing else: ``communicate`` derives the messages, ``catalog`` has the
+generators' names. In all of them the F's of a chunk run in the order of the microbatches, and so do
+its backward passes: so gradients add up in one order, hence to the same bits, whatever the
+schedule.
 """
 
 from collections.abc import Sequence
-from typing import Literal, assert_never
 
-from megabit.pipeline.actions import (
-    Action,
-    Backward,
-    Compute,
-    Exchange,
-    Forward,
-    Message,
-    Schedule,
-    needed_by,
-    produced_by,
-)
-from megabit.pipeline.validate import validate
+from megabit.pipeline.actions import Backward, Compute, Forward, Schedule
+from megabit.pipeline.placement import Placement
 
 
-def make_schedule(
-    name: Literal["1f1b", "gpipe", "forward_only"], stages: int, microbatches: int
-) -> list[list[Action]]:
-    """The named schedule with its communication, proven to be complete and free of deadlock."""
-    match name:
-        case "1f1b":
-            orders = one_forward_one_backward(stages, microbatches)
-        case "gpipe":
-            orders = gpipe(stages, microbatches)
-        case "forward_only":
-            orders = forward_only(stages, microbatches)
-        case _:
-            assert_never(name)
-    schedule = with_communication(orders)
-    validate(schedule, stages, microbatches, forward_only=name == "forward_only")
-    return schedule
-
-
-def gpipe(stages: int, microbatches: int) -> list[list[Compute]]:
-    """All forwards, then all backwards; a stage holds the activations of all microbatches.
+def gpipe(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """All forwards, then all backwards; a rank keeps the activations of all microbatches.
 
     Huang et al. 2019, https://arxiv.org/abs/1811.06965.
     """
-    return [
-        [*map(Forward, range(microbatches)), *map(Backward, range(microbatches))]
-        for _ in range(stages)
-    ]
+    require_chunks(chunks, 1)
+    order = [*map(Forward, range(microbatches)), *map(Backward, range(microbatches))]
+    return Schedule(Placement.loop(ranks), microbatches, [[*order] for _ in range(ranks)])
 
 
-def one_forward_one_backward(stages: int, microbatches: int) -> list[list[Compute]]:
+def one_forward_one_backward(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Fill the pipeline, then alternate one forward and one backward, then drain it.
 
-    The bubble is GPipe's, but stage s holds the activations of at most ``stages - s`` microbatches.
+    The bubble is GPipe's, but rank r keeps the activations of at most p − r microbatches.
     PipeDream-Flush: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.1.
     """
-    orders = []
-    for stage in range(stages):
-        # Forwards to run while microbatch 0 is on its way to the last stage.
-        warmup = min(stages - 1 - stage, microbatches)
-        order: list[Compute] = [*map(Forward, range(warmup))]
-        for microbatch in range(warmup, microbatches):
-            order += [Forward(microbatch), Backward(microbatch - warmup)]
-        order += map(Backward, range(microbatches - warmup, microbatches))
-        orders.append(order)
-    return orders
+    require_chunks(chunks, 1)
+    forwards = [*map(Forward, range(microbatches))]
+    backwards = [*map(Backward, range(microbatches))]
+    orders = [alternate(forwards, backwards, ranks - 1 - rank) for rank in range(ranks)]
+    return Schedule(Placement.loop(ranks), microbatches, orders)
 
 
-def forward_only(stages: int, microbatches: int) -> list[list[Compute]]:
-    """All forwards and nothing else, for evaluation."""
-    return [[*map(Forward, range(microbatches))] for _ in range(stages)]
+def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B of v chunks: the bubble is as long as a chunk, 1/v of 1F1B's.
 
-
-def with_communication(orders: Sequence[Sequence[Compute]]) -> list[list[Action]]:
-    """Put one Exchange between any two computes of a stage that have something to communicate.
-
-    It sends what the first has produced and receives what the second needs. Posting both together
-    is what keeps neighbours from each waiting in a send that the other has yet to receive (the
-    ``send_forward_recv_backward`` pairs of Megatron-LM).
+    Microbatches go in groups of p. A rank runs a group's forwards chunk by chunk, and its backwards
+    likewise, from the last chunk to the first. It keeps the activations of at most p + (p−1)/v
+    microbatches. If p does not divide m, this is the order of the next multiple with the rest left
+    out: groups that are really smaller could have ranks wait for one another forever.
+    Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.2.
     """
-    return [_with_exchanges(order, stage, len(orders)) for stage, order in enumerate(orders)]
+    forwards, backwards = list[Compute](), list[Compute]()
+    for start in range(0, microbatches, ranks):
+        group = range(start, start + ranks)
+        forwards += [Forward(i, chunk) for chunk in range(chunks) for i in group]
+        backwards += [Backward(i, chunk) for chunk in reversed(range(chunks)) for i in group]
+    orders = []
+    for rank in range(ranks):
+        # What a rank computes before the first gradient is there: all but the last chunk, and two
+        # for each hop to the last rank, since forward and backward each take it once.
+        warmup = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
+        order = alternate(forwards, backwards, warmup)
+        orders.append([compute for compute in order if compute.microbatch < microbatches])
+    return Schedule(Placement.loop(ranks, chunks), microbatches, orders)
 
 
-def format_schedule(schedule: Schedule) -> str:
-    """The schedule as text, one line for each stage."""
-    width = len(str(len(schedule) - 1))
-    return "\n".join(
-        f"stage {stage:>{width}}: {' '.join(map(str, actions))}"
-        for stage, actions in enumerate(schedule)
-    )
+def forward_only(placement: Placement, microbatches: int) -> Schedule:
+    """All forwards and nothing else, for evaluation.
+
+    If all stages take equally long, a rank always runs the last one that it can. Where stages go
+    round and round, these are groups of p microbatches, chunk by chunk, as in ``interleaved``.
+    """
+    orders: list[list[Compute]] = [[] for _ in placement.stages]
+    arrived = [microbatches] + [0] * (placement.num_stages - 1)
+    done = [0] * placement.num_stages
+    while done[-1] < microbatches:
+        running = []
+        for stages, order in zip(placement.stages, orders, strict=True):
+            ready = [stage for stage in stages if done[stage] < arrived[stage]]
+            if ready:
+                running.append(max(ready))
+                order.append(Forward(done[max(ready)], stages.index(max(ready))))
+        for stage in running:
+            done[stage] += 1
+            if stage + 1 < placement.num_stages:
+                arrived[stage + 1] += 1
+    return Schedule(placement, microbatches, orders)
 
 
-def _with_exchanges(order: Sequence[Compute], stage: int, stages: int) -> list[Action]:
-    actions: list[Action] = []
-    sends: tuple[Message, ...] = ()
-    for compute in order:
-        receives = needed_by(compute, stage, stages)
-        if sends or receives:
-            actions.append(Exchange(sends, receives))
-        actions.append(compute)
-        sends = produced_by(compute, stage, stages)
-    if sends:
-        actions.append(Exchange(sends, ()))
-    return actions
+def alternate(
+    forwards: Sequence[Compute], backwards: Sequence[Compute], warmup: int
+) -> list[Compute]:
+    """``warmup`` of ``forwards``, then one of each in turn, then what is left of ``backwards``."""
+    order = [*forwards[:warmup]]
+    pairs = [*zip(forwards[warmup:], backwards, strict=False)]
+    for pair in pairs:
+        order += pair
+    return [*order, *backwards[len(pairs) :]]
+
+
+def require_chunks(chunks: int, right: int) -> None:
+    if chunks != right:
+        raise ValueError(f"must have {right} stage{'s' * (right > 1)} on each rank, not {chunks}")

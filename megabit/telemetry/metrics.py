@@ -44,7 +44,8 @@ class IntervalMetrics:
     sent_by_purpose_mb: dict[str, float]
     """The same, by axis and purpose (``reduce.Purpose``)."""
     bubble: float
-    """Share of the time in the pipeline schedule that ranks waited for a neighbour."""
+    """Time in which ranks are idle in the pipeline's schedule, as long as the slowest of them runs
+    it, for each unit of time in which they compute: (p−1)/m with 1F1B and equal stages."""
 
     def line(self, expected_mb: Mapping[str, float] | None = None) -> str:
         """For the console; ``expected_mb`` is what should have been sent, by axis."""

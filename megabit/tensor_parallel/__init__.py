@@ -24,6 +24,7 @@ from megabit.tensor_parallel.parameter import (
     sharded_parameters,
 )
 from megabit.tensor_parallel.partition import BlockPartition, Span, reduce_blocks, whole
+from megabit.tensor_parallel.weight_gradients import WeightGradientQueue
 
 __all__ = [
     "PLAIN",
@@ -42,6 +43,7 @@ __all__ = [
     "Span",
     "TernaryLayer",
     "VocabParallelEmbedding",
+    "WeightGradientQueue",
     "enter_column_parallel",
     "reduce_blocks",
     "sharded_parameters",

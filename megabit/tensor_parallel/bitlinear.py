@@ -4,7 +4,7 @@ Data's way forward: activations are quantized per token → int8 and one scale p
 (column, under sequence parallelism) → integer product → integers are summed over TP (row) → one
 rounding to the output dtype. Every statistic belongs to the logical tensor and integer sums are
 exact, so the TP degree does not change a bit. Backward is straight-through (``ternary_backward``);
-dX of a column layer is summed over TP while dW is computed.
+dX of a column layer is summed over TP while dW is computed, or put off (``weight_gradients``).
 
 In training a layer holds codes and γ only (``receive``): the optimizer has the latent weight, and
 the parameter is a shape without storage. A layer used alone keeps its latent weight as a parameter
@@ -13,6 +13,7 @@ changed: for all layers at once (``ternarize_layers``), else by ``forward`` on f
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ from megabit.tensor_parallel.parameter import ShardedParameter
 from megabit.tensor_parallel.partition import whole
 from megabit.tensor_parallel.row_sums import sum_products
 from megabit.tensor_parallel.ternary_backward import Parts, TernaryBackward
+from megabit.tensor_parallel.weight_gradients import (
+    WeightGradientQueue,
+    weight_gradient,
+    weight_gradients,
+)
 from megabit_kernels import (
     TernaryWeight,
     abs_sum,
@@ -94,7 +100,8 @@ class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
             context, [layer.ternary() for layer in together], rows, _seed(together[0], forward_pass)
         )
         weights = [layer.weight for layer in together]
-        return _ColumnParallelTernary.apply(x, absmax, backward, *weights)
+        queue = forward_pass.weight_gradients
+        return _ColumnParallelTernary.apply(x, absmax, backward, queue, *weights)
 
 
 class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
@@ -192,7 +199,12 @@ def _seed(layer: TernaryLayer, forward_pass: ForwardPass) -> int:
 class _ColumnParallelTernary(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, absmax: Tensor, backward: TernaryBackward, *weights: ShardedParameter
+        ctx: Any,
+        x: Tensor,
+        absmax: Tensor,
+        backward: TernaryBackward,
+        queue: WeightGradientQueue | None,
+        *weights: ShardedParameter,
     ) -> tuple[Tensor, ...]:
         context = backward.context
         x_q, scale = quantize_activation(x, absmax)
@@ -201,7 +213,7 @@ class _ColumnParallelTernary(Function):
             x_q = all_gather(x_q, context.tp, "activations")
             scale = all_gather(scale, context.tp, "activations")
         ctx.save_for_backward(x_q, scale)
-        ctx.products, ctx.weights, ctx.dtype = backward, weights, x.dtype
+        ctx.products, ctx.weights, ctx.queue, ctx.dtype = backward, weights, queue, x.dtype
         return tuple(ternary_linear(x_q, scale, w, x.dtype) for w in backward.ternary)
 
     @staticmethod
@@ -214,11 +226,14 @@ class _ColumnParallelTernary(Function):
             if products.context.tree_blocks is None:
                 term = term.to(ctx.dtype)  # what travels; a tree adds terms before any rounding
             dx = products.context.start_sum_of_tokens(term)
-        wanted = ctx.needs_input_grad[3:]
-        weights: list[Tensor | None] = [None] * len(grads)
-        for i, dw in products.weight_gradients_of_columns(grads, x_q, scale, wanted):
-            weights[i] = ctx.weights[i].give_gradient(dw)
-        return None if dx is None else dx.wait().to(ctx.dtype), None, None, *weights
+        wanted = ctx.needs_input_grad[4:]
+        dws: list[Tensor | None] = [None] * len(grads)
+        if any(wanted):
+            # dY of a frozen weight is not kept for later.
+            used = [g if wanted[i] else g.new_empty(0) for i, g in enumerate(grads)]
+            compute = partial(products.weight_gradients_of_columns, used, x_q, scale, wanted)
+            dws = weight_gradients(ctx.weights, compute, ctx.queue)
+        return None if dx is None else dx.wait().to(ctx.dtype), None, None, None, *dws
 
 
 class _RowParallelTernary(Function):
@@ -235,6 +250,7 @@ class _RowParallelTernary(Function):
         x_q, scale = quantize_activation(x, absmax)
         ctx.save_for_backward(x_q, scale)
         ctx.products, ctx.weight, ctx.dtype = backward, weight, x.dtype
+        ctx.queue = forward_pass.weight_gradients
 
         def product() -> Tensor:
             if context.tp.size == 1:
@@ -255,5 +271,6 @@ class _RowParallelTernary(Function):
         if ctx.needs_input_grad[0]:
             dx = products.input_gradient_of_rows(grad).to(ctx.dtype)
         if ctx.needs_input_grad[4]:
-            dw = ctx.weight.give_gradient(products.weight_gradient_of_rows(grad, x_q, scale))
+            compute = partial(products.weight_gradient_of_rows, grad, x_q, scale)
+            dw = weight_gradient(ctx.weight, compute, ctx.queue)
         return dx, None, None, None, dw

@@ -8,12 +8,14 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from megabit.tensor_parallel.context import LayerContext
+from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass
 from megabit.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megabit.tensor_parallel.parameter import Shard, ShardedParameter
 from megabit.tensor_parallel.partition import Span
+from megabit.tensor_parallel.weight_gradients import WeightGradientQueue, weight_gradient
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -31,11 +33,12 @@ class VocabParallelEmbedding(nn.Module):
             Shard((rows.size, hidden_size), 0, rows), context.master_dtype, context.device
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, forward_pass: ForwardPass = PLAIN) -> Tensor:
         span = self.weight.shard.span
         here = (tokens >= span.start) & (tokens < span.stop)
         local = (tokens - span.start).masked_fill(~here, 0)
-        x = _Lookup.apply(local, self.weight.ready()).to(self.context.compute_dtype)
+        x = _Lookup.apply(local, self.weight.ready(), forward_pass.weight_gradients)
+        x = x.to(self.context.compute_dtype)
         x = x.masked_fill(~here.unsqueeze(-1), 0)
         if self.context.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(x, self.context)
@@ -43,18 +46,26 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class _Lookup(Function):
-    """``F.embedding`` whose gradient is added up in fp32, also where the replica is bf16."""
+    """``F.embedding`` whose gradient is added up in fp32, also where the replica is bf16.
+
+    Tokens have no gradient: all of its backward pass can be put off.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: ShardedParameter) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, weight: ShardedParameter, queue: WeightGradientQueue | None
+    ) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight = weight
+        ctx.weight, ctx.queue = weight, queue
         return F.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None]:
-        (tokens,) = ctx.saved_tensors
-        grad = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
+        (tokens,), grad = ctx.saved_tensors, grads[0]
         rows = ctx.weight.shape[0]
-        dw = torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
-        return None, ctx.weight.give_gradient(dw)
+
+        def compute() -> Tensor:
+            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            return torch.ops.aten.embedding_dense_backward(wide, tokens, rows, -1, False)
+
+        return None, weight_gradient(ctx.weight, compute, ctx.queue), None

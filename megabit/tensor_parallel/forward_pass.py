@@ -1,10 +1,13 @@
-"""What a forward pass carries along to every layer: random numbers, and results to compute once."""
+"""What a forward pass carries along to every layer: random numbers, results to compute once, and
+where backward puts what is to be computed later."""
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from megabit.tensor_parallel.weight_gradients import WeightGradientQueue
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class ForwardPass:
     noise: Noise | None = None
     """None outside training: no dropout, and no backward pass that rounds stochastically."""
     kept: Kept | None = None
+    weight_gradients: WeightGradientQueue | None = None
+    """Where backward puts off the gradients of weight matrices; None: it computes them at once."""
 
     def statistics(self, compute: Callable[[], Tensor]) -> Tensor:
         """``compute()``, statistics that ranks share; a recomputation gets what it gave before."""

@@ -10,9 +10,11 @@ them.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from megabit.tensor_parallel.context import LayerContext
@@ -25,6 +27,7 @@ from megabit.tensor_parallel.mappings import (
 )
 from megabit.tensor_parallel.parameter import Shard, ShardedParameter
 from megabit.tensor_parallel.partition import Span
+from megabit.tensor_parallel.weight_gradients import WeightGradientQueue, weight_gradient
 
 
 class ColumnParallelLinear(nn.Module):
@@ -42,7 +45,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(
         self, x: Tensor, absmax: Tensor | None = None, forward_pass: ForwardPass = PLAIN
     ) -> Tensor:
-        """``absmax`` and ``forward_pass`` are for ternary layers (``ColumnParallelBitLinear``)."""
+        """``absmax`` is for ternary layers (``ColumnParallelBitLinear``)."""
         (y,) = self.forward_together([self], x, absmax, forward_pass)
         return y
 
@@ -59,19 +62,15 @@ class ColumnParallelLinear(nn.Module):
         sums dX over TP once.
         """
         x = enter_column_parallel(x, layers[0].context)
-        return tuple(layer._product(x) for layer in layers)
+        return tuple(layer._product(x, forward_pass.weight_gradients) for layer in layers)
 
-    def _product(self, x: Tensor) -> Tensor:
-        weight, span = self.weight.ready().to(x.dtype), self.weight.shard.span
-        if not span.is_shared:
-            return F.linear(x, weight)
-        # The gradient of rows that several ranks hold is whole on each of them, and dX is summed
-        # over ranks: it gets the terms of a row from the one that owns it.
-        start, stop = span.owned_start - span.start, span.owned_stop - span.start
-        before, owned, after = weight.split([start, stop - start, span.width - stop])
-        others = x.detach()
-        parts = [F.linear(others, before), F.linear(x, owned), F.linear(others, after)]
-        return torch.cat(parts, dim=-1)
+    def _product(self, x: Tensor, queue: WeightGradientQueue | None) -> Tensor:
+        span, terms = self.weight.shard.span, slice(None)
+        if span.is_shared:
+            # The gradient of rows that several ranks hold is whole on each of them, and dX is
+            # summed over ranks: it gets the terms of a row from the one that owns it.
+            terms = slice(span.owned_start - span.start, span.owned_stop - span.start)
+        return _DenseProduct.apply(x, self.weight.ready(), terms, queue)
 
 
 class RowParallelLinear(nn.Module):
@@ -89,8 +88,9 @@ class RowParallelLinear(nn.Module):
     def forward(
         self, x: Tensor, absmax: Tensor | None = None, forward_pass: ForwardPass = PLAIN
     ) -> Tensor:
-        """Forward sums ``y`` over TP (a reduce-scatter under sequence parallelism)."""
-        y = F.linear(x, self.weight.ready().to(x.dtype))
+        """Forward sums ``y`` over TP (a reduce-scatter under sequence parallelism); ``absmax`` is
+        for ternary layers."""
+        y = _DenseProduct.apply(x, self.weight.ready(), slice(None), forward_pass.weight_gradients)
         if self.context.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, self.context)
         return reduce_from_tensor_model_parallel_region(y, self.context)
@@ -101,3 +101,35 @@ def enter_column_parallel(x: Tensor, context: LayerContext) -> Tensor:
     if context.sequence_parallel:
         return gather_from_sequence_parallel_region(x, context)
     return copy_to_tensor_model_parallel_region(x, context)
+
+
+class _DenseProduct(Function):
+    """``x Wᵀ`` in the dtype of ``x``, with ``x [T, k]`` and this rank's ``W [n, k]``.
+
+    Args:
+        terms: the rows of ``W`` that dX is summed over. dW has all rows.
+        queue: where the product of dW is put off.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: ShardedParameter,
+        terms: slice,
+        queue: WeightGradientQueue | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)  # so that torch sees a weight that was changed meanwhile
+        ctx.weight, ctx.terms, ctx.queue = weight, terms, queue
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (saved.detach() for saved in ctx.saved_tensors)  # holds no graph
+        grad = grads[0]
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.mm(grad[:, ctx.terms], weight[ctx.terms].to(x.dtype))
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(ctx.weight, lambda: torch.mm(grad.t(), x), ctx.queue)
+        return dx, dw, None, None

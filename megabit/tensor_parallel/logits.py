@@ -8,12 +8,18 @@ from torch.autograd import Function
 
 from megabit.reduce import tree_sum
 from megabit.tensor_parallel.context import LayerContext
+from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass
 from megabit.tensor_parallel.parameter import ShardedParameter
 from megabit.tensor_parallel.partition import Span
+from megabit.tensor_parallel.weight_gradients import WeightGradientQueue, weight_gradient
 
 
 def vocab_parallel_logits(
-    x: Tensor, weight: ShardedParameter, rows: Span, context: LayerContext
+    x: Tensor,
+    weight: ShardedParameter,
+    rows: Span,
+    context: LayerContext,
+    forward_pass: ForwardPass = PLAIN,
 ) -> Tensor:
     """``x [T, H]`` and this rank's ``weight [v, H]`` → ``[T, v]``, with the same bits at every TP.
 
@@ -21,16 +27,22 @@ def vocab_parallel_logits(
     for each fixed block of the vocabulary; in layout-exact training backward as well, one for each
     block of the tree. Sends nothing; the caller sums dX over TP (``enter_column_parallel``).
     """
-    return _VocabParallelLogits.apply(x, weight.ready(), rows, context)
+    queue = forward_pass.weight_gradients
+    return _VocabParallelLogits.apply(x, weight.ready(), rows, context, queue)
 
 
 class _VocabParallelLogits(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: ShardedParameter, rows: Span, context: LayerContext
+        ctx: Any,
+        x: Tensor,
+        weight: ShardedParameter,
+        rows: Span,
+        context: LayerContext,
+        queue: WeightGradientQueue | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight
+        ctx.weight, ctx.queue = weight, queue
         ctx.widths = _tree_widths(rows, context)
         logits = x.new_empty(x.shape[0], rows.width)
         blocks = weight.to(x.dtype).split(rows.block_widths)
@@ -39,15 +51,22 @@ class _VocabParallelLogits(Function):
         return logits
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
-        blocks = ctx.weight.detach().to(x.dtype).split(ctx.widths)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.saved_tensors[0].detach()  # what is put off must not hold the graph before ``x``
         parts = [part.contiguous() for part in grads[0].split(ctx.widths, dim=1)]
-        terms = [torch.mm(part, block) for part, block in zip(parts, blocks, strict=True)]
-        dx = terms[0] if len(terms) == 1 else tree_sum(torch.stack(terms))
-        dws = [torch.mm(part.t(), x) for part in parts]
-        dw = dws[0] if len(dws) == 1 else torch.cat(dws)
-        return dx, ctx.weight.give_gradient(dw), None, None
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            blocks = ctx.weight.detach().to(x.dtype).split(ctx.widths)
+            terms = [torch.mm(part, block) for part, block in zip(parts, blocks, strict=True)]
+            dx = terms[0] if len(terms) == 1 else tree_sum(torch.stack(terms))
+
+        def compute() -> Tensor:
+            dws = [torch.mm(part.t(), x) for part in parts]
+            return dws[0] if len(dws) == 1 else torch.cat(dws)
+
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(ctx.weight, compute, ctx.queue)
+        return dx, dw, None, None, None
 
 
 def _tree_widths(rows: Span, context: LayerContext) -> list[int]:

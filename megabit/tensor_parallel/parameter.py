@@ -96,6 +96,15 @@ class ShardedParameter(nn.Parameter):
         self._collector(gradient)
         return None
 
+    def add_gradient(self, gradient: Tensor) -> None:
+        """The same after the backward pass: hand over or, where nobody collects, accumulate as
+        autograd does."""
+        if not self.requires_grad:
+            return
+        kept = self.give_gradient(gradient)
+        if kept is not None:
+            self.backward(kept)
+
     def expect(self, arriving: Callable[[], None]) -> None:
         """New values are on their way; ``arriving`` waits for them and puts them in place."""
         self._arriving = arriving

@@ -7,8 +7,9 @@ from functools import partial
 from megabit.data.batches import held_out_batches
 from megabit.data.corpus import SplitInfo
 from megabit.data.sampler import HeldOutWindows
+from megabit.pipeline.catalog import make_forward_schedule
+from megabit.pipeline.communicate import lookahead_on
 from megabit.pipeline.execute import run_schedule
-from megabit.pipeline.schedules import make_schedule
 from megabit.training.step import TrainingState, count_targets, microbatch_loss, sum_over_stages
 
 
@@ -35,9 +36,11 @@ def evaluate(
 
     Over all windows every held-out token is predicted exactly once.
     """
-    mesh, stage = state.mesh, state.stage
-    microbatches = mesh.pp.size  # as many as there are stages to keep busy
-    actions = make_schedule("forward_only", mesh.pp.size, microbatches)[mesh.pp.rank]
+    mesh, stages = state.mesh, state.stages
+    microbatches = mesh.pp.size  # as many as there are ranks to keep busy
+    schedule = make_forward_schedule(
+        state.plan.schedule.placement, microbatches, lookahead_on(mesh.device.type)
+    )
     loss_sum, num_tokens = 0.0, 0
     for held_out in held_out_batches(
         windows,
@@ -49,7 +52,11 @@ def evaluate(
     ):
         batch = held_out.to(mesh.device)
         result = run_schedule(
-            actions, stage, batch.inputs, partial(microbatch_loss, stage, batch), mesh.pp
+            schedule,
+            stages,
+            batch.inputs.unbind(),
+            partial(microbatch_loss, stages, batch),
+            mesh.pp,
         )
         loss_sum += sum_over_stages(result.outputs, mesh).item()
         num_tokens += count_targets(batch, mesh)

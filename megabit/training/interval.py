@@ -56,17 +56,20 @@ class Interval:
         """
         mesh, count = self._state.mesh, self.steps
         # Every DP rank has the same codes; the others' may still be on their way.
-        zeros, codes = self._state.stage.zero_fraction() if mesh.dp.rank == 0 else (0, 0)
+        zeros, codes = self._state.stages.zero_fraction() if mesh.dp.rank == 0 else (0, 0)
         own = [
             *(self._sent[key] for key in SENT),
-            sum(report.pipeline_s for report in self._reports),
-            sum(report.wait_s for report in self._reports),
+            sum(report.pipeline.seconds - report.pipeline.wait_s for report in self._reports),
             zeros,
             codes,
         ]
-        *all_sent, pipeline_s, wait_s, zeros, codes = all_reduce(
+        *all_sent, busy_s, zeros, codes = all_reduce(
             torch.tensor(own, dtype=torch.float64, device=mesh.device), mesh.world
         ).tolist()
+        pipeline_s = sum(report.pipeline.seconds for report in self._reports)
+        longest_s = all_reduce(
+            torch.tensor(pipeline_s, dtype=torch.float64, device=mesh.device), mesh.world, "max"
+        ).item()
         sent = {
             f"{axis} {purpose}": total / count / MB
             for (axis, purpose), total in zip(SENT, all_sent, strict=True)
@@ -92,5 +95,5 @@ class Interval:
             zero_fraction=zeros / codes if codes else 0.0,
             sent_mb=by_axis,
             sent_by_purpose_mb=sent,
-            bubble=wait_s / pipeline_s,
+            bubble=mesh.world.size * longest_s / busy_s - 1 if mesh.pp.size > 1 else 0.0,
         )

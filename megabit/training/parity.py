@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megabit.config import Config, find_problems
+from megabit.config import SCHEDULE_CHUNKS, Config, find_problems
 from megabit.data.batches import Batch
 from megabit.data.corpus import check_vocab, load_corpus, read_manifest
 from megabit.data.sampler import TrainingSampler
@@ -25,8 +25,8 @@ from megabit.errors import UserError
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
 from megabit.model.initialize import logical_normal
+from megabit.pipeline.catalog import make_forward_schedule
 from megabit.pipeline.execute import run_schedule
-from megabit.pipeline.schedules import make_schedule
 from megabit.reduce import is_same
 from megabit.tensor_parallel import Shard, ternary_layers
 from megabit.training.step import TrainingState, forward_backward, train_step
@@ -44,6 +44,10 @@ class Layout:
     dp: int = 1
     sequence_parallel: bool = False
     layers_per_stage: tuple[int, ...] | None = None
+    schedule: str | None = None
+    """None: as configured, where there is a pipeline."""
+    vpp: int | None = None
+    """Stages on each pipeline rank; None: as the schedule has it."""
 
     @property
     def world_size(self) -> int:
@@ -54,6 +58,8 @@ class Layout:
         parts += ["sp"] * self.sequence_parallel
         if self.layers_per_stage is not None:
             parts.append("layers=" + "/".join(map(str, self.layers_per_stage)))
+        parts += [] if self.schedule is None else [self.schedule]
+        parts += [] if self.vpp is None else [f"vpp={self.vpp}"]
         return ",".join(parts) or "one process"
 
     def _degrees(self) -> list[tuple[str, int]]:
@@ -61,8 +67,10 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> "Layout":
-        """From ``tp=2,pp=2``; ``sp`` is sequence parallelism, ``layers=3/1`` sets the stages."""
-        degrees = {"tp": 1, "pp": 1, "dp": 1}
+        """From ``tp=2,pp=2``; ``sp`` is sequence parallelism, ``layers=3/1`` sets the stages, and
+        ``pp=2,interleaved,vpp=3`` or ``pp=2,zb-v`` the schedule."""
+        degrees: dict[str, int] = {"tp": 1, "pp": 1, "dp": 1}
+        schedule: str | None = None
         sequence_parallel = False
         layers: tuple[int, ...] | None = None
         for part in map(str.strip, text.split(",")):
@@ -71,13 +79,23 @@ class Layout:
                 sequence_parallel = True
             elif key == "layers" and all(count.isdigit() for count in value.split("/")):
                 layers = tuple(map(int, value.split("/")))
-            elif key in degrees and value.isdigit() and int(value) > 0:
+            elif key in (*degrees, "vpp") and value.isdigit() and int(value) > 0:
                 degrees[key] = int(value)
+            elif part in SCHEDULE_CHUNKS:
+                schedule = part
             else:
                 raise UserError(
-                    f"layout {text!r}: cannot read {part!r}; write it like tp=2,pp=2,sp,layers=3/1"
+                    f"layout {text!r}: cannot read {part!r}; write it like tp=2,pp=2,sp,layers=3/1 "
+                    "or pp=2,zb-v"
                 )
-        return Layout(degrees["tp"], degrees["pp"], degrees["dp"], sequence_parallel, layers)
+        vpp = degrees.pop("vpp", None)
+        return Layout(
+            **degrees,
+            sequence_parallel=sequence_parallel,
+            layers_per_stage=layers,
+            schedule=schedule,
+            vpp=vpp,
+        )
 
     @staticmethod
     def of(config: Config) -> "Layout":
@@ -97,10 +115,17 @@ class Layout:
         Raises:
             UserError: the configured model does not fit it.
         """
+        schedule, vpp = self.schedule or config.parallel.schedule, config.parallel.vpp
+        if self.schedule is not None:
+            vpp = self.vpp or SCHEDULE_CHUNKS[self.schedule] or 2
+        elif self.pp == 1:
+            schedule, vpp = "1f1b", 1  # no pipeline, whatever is configured for those
         parallel = dataclasses.replace(
             config.parallel,
             tp=self.tp,
             pp=self.pp,
+            vpp=self.vpp or vpp,
+            schedule=schedule,
             sequence_parallel=self.sequence_parallel,
             layers_per_stage=None if self.layers_per_stage is None else [*self.layers_per_stage],
         )
@@ -373,10 +398,13 @@ def _vary_gains(state: TrainingState) -> None:
 
 def _first_logits(state: TrainingState, batch: Batch) -> Tensor | None:
     """This rank's columns of the first microbatch's logits; None where another rank has them."""
-    pp = state.mesh.pp
-    actions = make_schedule("forward_only", pp.size, 1)[pp.rank]
+    stages = state.stages
     result = run_schedule(
-        actions, state.stage, batch.inputs[:1], lambda hidden, _: state.stage.logits(hidden), pp
+        make_forward_schedule(state.plan.schedule.placement, 1),
+        stages,
+        [batch.inputs[0]],
+        lambda hidden, microbatch, forward_pass: stages.logits(hidden),
+        state.mesh.pp,
     )
     if not result.outputs or state.mesh.dp.rank:
         return None
@@ -398,11 +426,11 @@ def _owned(state: TrainingState, kinds: dict[str, str]) -> _Owned:
 def _owned_codes(state: TrainingState) -> _Owned:
     owned: _Owned = {}
     digest = hashlib.sha256()
-    for layer in ternary_layers(state.stage):
+    for layer in ternary_layers(state.stages):
         digest.update(layer.ternary().packed().cpu().numpy().tobytes())
     if not is_same(digest.digest(), state.mesh.dp, state.mesh.device):
         raise AssertionError("DP ranks have different codes")
-    for layer in ternary_layers(state.stage) if state.mesh.dp.rank == 0 else ():
+    for layer in ternary_layers(state.stages) if state.mesh.dp.rank == 0 else ():
         shard = layer.weight.shard
         index = [slice(0, size) for size in shard.shape]
         index[shard.dim] = slice(shard.span.owned_start, shard.span.owned_stop)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megabit.checkpoint import Checkpoint, CheckpointStore
 from megabit.errors import UserError
-from megabit.pipeline.layout import stage_layouts
 from megabit.training.step import TrainingState
 
 
@@ -63,19 +62,28 @@ def restore(
     return checkpoint.step
 
 
+def layers_per_stage(checkpoint: Checkpoint) -> list[int]:
+    """Of the run that wrote ``checkpoint``; ``restore`` finds out whether they can be right."""
+    config = checkpoint.about.get("config")
+    counts = config.get("parallel.layers_per_stage") if isinstance(config, dict) else None
+    if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
+        raise UserError(f"{checkpoint.path}: is damaged (no layers_per_stage)")
+    return counts
+
+
 def config_identity(state: TrainingState) -> dict[str, Any]:
     """The settings that may not change within a run: what the weights and the data order mean.
 
     Others may: a run goes on with another learning rate or number of steps if told so.
     """
     config = state.config
-    stages = stage_layouts(
-        config.model.num_hidden_layers, config.parallel.pp, config.parallel.layers_per_stage
-    )
     model = {f"model.{key}": value for key, value in vars(config.model).items()}
     return {
         **model,
-        "parallel.layers_per_stage": [len(stage.layers) for stage in stages],
+        "parallel.layers_per_stage": state.plan.layers_per_stage,
+        "parallel.schedule, stages of each rank": [
+            list(stages) for stages in state.plan.schedule.placement.stages
+        ],
         "precision.compute": config.precision.compute,
         "optim.zero_stage": "1 or 2" if state.optimizer.is_sharded else "0, or DP 1",
         "data.seq_length": config.data.seq_length,

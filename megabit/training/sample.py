@@ -10,14 +10,18 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from megabit.mesh import ParallelMesh
-from megabit.model import CausalLMStage
+from megabit.model import CausalLMStages
+from megabit.pipeline.catalog import make_forward_schedule
+from megabit.pipeline.communicate import lookahead_on
 from megabit.pipeline.execute import run_schedule
-from megabit.pipeline.schedules import make_schedule
+from megabit.pipeline.placement import Placement
 from megabit.reduce import all_reduce, broadcast
+from megabit.tensor_parallel import ForwardPass
 
 
 def sample_text(
-    stage: CausalLMStage,
+    stages: CausalLMStages,
+    placement: Placement,
     tokenizer: Tokenizer,
     mesh: ParallelMesh,
     prompt: str,
@@ -39,32 +43,39 @@ def sample_text(
     """
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids or [0]
     # Sequence parallelism splits the tokens evenly, which so many copies of any window are.
-    copies = mesh.tp.size if stage.context.sequence_parallel else 1
+    copies = mesh.tp.size if stages.context.sequence_parallel else 1
     generator = torch.Generator().manual_seed(seed)
-    actions = make_schedule("forward_only", mesh.pp.size, 1)[mesh.pp.rank]
+    schedule = make_forward_schedule(placement, 1, lookahead_on(mesh.device.type))
+    last = placement.rank_of(placement.num_stages - 1)
     for _ in range(num_tokens):
         seen = ids[-window:]
         tokens = torch.tensor(seen + [0] * (window - len(seen)), device=mesh.device)
         # Attention is causal, so what pads the end is not looked at.
         result = run_schedule(
-            actions,
-            stage,
-            tokens.expand(1, copies, window),
-            partial(_logits_at, stage, len(seen) - 1),
+            schedule,
+            stages,
+            [tokens.expand(copies, window)],
+            partial(_logits_at, stages, len(seen) - 1),
             mesh.pp,
         )
         token = torch.zeros(1, dtype=torch.int64, device=mesh.device)
-        for logits in result.outputs:  # on the last stage only
+        for logits in result.outputs:  # after the last stage only
             usable = logits[: tokenizer.get_vocab_size()]
             token[0] = _draw(usable.float().cpu(), temperature, top_k, generator)
-        ids.append(int(broadcast(token, source=mesh.pp.size - 1, axis=mesh.pp)))
+        ids.append(int(broadcast(token, source=last, axis=mesh.pp)))
     return tokenizer.decode(ids)
 
 
-def _logits_at(stage: CausalLMStage, position: int, hidden: Tensor, microbatch: int) -> Tensor:
+def _logits_at(
+    stages: CausalLMStages,
+    position: int,
+    hidden: Tensor,
+    microbatch: int,
+    forward_pass: ForwardPass,
+) -> Tensor:
     """Logits ``[V]`` at one position, gathered over TP."""
-    own = stage.logits(hidden)[position]
-    rows, tp = stage.vocab_rows, stage.context.tp
+    own = stages.logits(hidden)[position]
+    rows, tp = stages.vocab_rows, stages.context.tp
     if tp.size == 1:
         return own
     # Ranks may have differently many rows, so each puts its own into zeros.

@@ -7,13 +7,15 @@ noticed.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from megabit.config import Config
 from megabit.data_parallel.layout import ALIGNMENT, CODES_PER_BYTE, Kind
 from megabit.model.kv_heads import HeadSplit
-from megabit.pipeline.layout import StageLayout, stage_layouts
+from megabit.pipeline.layout import StageLayout
+from megabit.pipeline.plan import StagePlan, plan_stages
 from megabit.tensor_parallel import BlockPartition
 
 
@@ -65,13 +67,33 @@ class RankShape:
     def dp(self) -> int:
         return self.world_size // (self.tp * self.pp)
 
+    @cached_property
+    def plan(self) -> StagePlan:
+        """Of the run."""
+        return plan_stages(self.config, self.dp)
+
     @property
-    def layout(self) -> StageLayout:
-        """What is on this rank's stage. A stage's ranks are neighbours, and in it those of a TP
-        group."""
-        stages = self.config.parallel.layers_per_stage
-        layers = self.config.model.num_hidden_layers
-        return stage_layouts(layers, self.pp, stages)[self.rank // (self.tp * self.dp)]
+    def pipeline_rank(self) -> int:
+        """The ranks of a pipeline rank are neighbours, and in it those of a TP group."""
+        return self.rank // (self.tp * self.dp)
+
+    @property
+    def layouts(self) -> tuple[StageLayout, ...]:
+        """What is on this rank's stages."""
+        return self.plan.of_rank(self.pipeline_rank)
+
+    @property
+    def layers(self) -> list[int]:
+        """Of all of its stages, by their index in the model."""
+        return [layer for layout in self.layouts for layer in layout.layers]
+
+    @property
+    def has_embedding(self) -> bool:
+        return any(layout.embedding for layout in self.layouts)
+
+    @property
+    def has_head(self) -> bool:
+        return any(layout.head for layout in self.layouts)
 
     @property
     def is_ternary(self) -> bool:
@@ -120,29 +142,30 @@ class RankShape:
         return 2 if self.config.precision.gradients == "bfloat16" else self.wide_bytes
 
     def parameters(self) -> Iterator[Held]:
-        """What this rank holds of each parameter, and the gradient of a tied head once more in
-        layout-exact training on one stage."""
-        model, layout = self.config.model, self.layout
+        """What this rank holds of each parameter, and the gradient of a tied head once more where
+        it is kept apart from the embedding's: on another stage, or in layout-exact training."""
+        model = self.config.model
         tied = model.tie_word_embeddings
         embedding = Held("matrix", self._width(model.vocab_size), model.hidden_size)
-        if layout.embedding or (layout.head and tied):
+        if self.has_embedding or (self.has_head and tied):
             yield embedding
-        for _ in layout.layers:
+        for _ in self.layers:
             yield from self._layer()
-        if layout.head:
+        if self.has_head:
             yield self._hidden_gain()
             if not tied:
                 yield embedding  # as large as the head
-        if self.is_exact and tied and layout.embedding and layout.head:
+        is_apart = self.is_exact or len(self.layouts) > 1
+        if is_apart and tied and self.has_embedding and self.has_head:
             yield Held("second use", embedding.rows, embedding.columns)
 
     def recomputing_layers(self) -> int:
-        """Layers of this stage that compute something again backward."""
+        """Layers of this rank that compute something again backward."""
         train = self.config.train
         if train.recompute == "none":
             return 0
         chosen = train.recompute_layers
-        return sum(chosen is None or layer in chosen for layer in self.layout.layers)
+        return sum(chosen is None or layer in chosen for layer in self.layers)
 
     def _layer(self) -> Iterator[Held]:
         model = self.config.model

@@ -18,12 +18,12 @@ from megabit.data.batches import Batch
 from megabit.data_parallel import ZeroOptimizer
 from megabit.errors import RunError
 from megabit.mesh import ParallelMesh
-from megabit.model import CausalLMStage, build_stage, num_parameters
-from megabit.pipeline.actions import Action
-from megabit.pipeline.execute import run_schedule
-from megabit.pipeline.schedules import make_schedule
+from megabit.model import CausalLMStages, build_stages, num_parameters
+from megabit.pipeline.execute import PipelineResult, run_schedule
+from megabit.pipeline.plan import StagePlan, agree_on_plan
 from megabit.reduce import all_reduce
-from megabit.tensor_parallel import Noise
+from megabit.tensor_parallel import ForwardPass, Noise
+from megabit.training.part_costs import measure_part_costs, with_layers
 from megabit.training.schedule import two_stage
 
 
@@ -32,35 +32,42 @@ class TrainingState:
     """The model and its optimizer on one rank."""
 
     config: Config
+    """With the layers of stages filled in, if they were to be measured."""
     mesh: ParallelMesh
-    stage: CausalLMStage
+    plan: StagePlan
+    """Who computes what, in which order."""
+    stages: CausalLMStages
     optimizer: ZeroOptimizer
-    actions: list[Action]
-    """What this stage does in a step, in order."""
 
     @staticmethod
     def create(config: Config, mesh: ParallelMesh) -> "TrainingState":
-        """Build and initialise; the model is the same at every layout. Collective over the mesh."""
-        stage = build_stage(config, mesh)
+        """Build and initialise; the model is the same at every layout. Collective over the mesh.
+
+        Raises:
+            UserError: ``parallel.schedule`` names a function that does not work, or not the same
+                one on all ranks.
+        """
+        plan = agree_on_plan(config, mesh)
+        if config.parallel.balance == "measured":
+            plan = plan.balanced_by(measure_part_costs(config, mesh))
+            config = with_layers(config, plan.layers_per_stage)
+        stages = build_stages(config, mesh, plan)
         microbatches = config.train.global_batch_size // config.train.micro_batch_size
-        own_microbatches = microbatches // mesh.dp.size
-        schedule = make_schedule(
-            config.parallel.schedule, stages=config.parallel.pp, microbatches=own_microbatches
-        )
         is_exact = config.parallel.exact == "full"
-        weight = stage.embedding_weight
+        weight = stages.embedding_weight
         return TrainingState(
             config=config,
             mesh=mesh,
-            stage=stage,
+            plan=plan,
+            stages=stages,
             optimizer=ZeroOptimizer.create(
-                stage,
+                stages,
                 mesh,
                 config,
-                tied=(weight, stage.head_use) if stage.is_tied and weight is not None else None,
+                tied=(weight, stages.head_use) if stages.is_tied and weight is not None else None,
                 blocks_per_step=tree_blocks(microbatches) // mesh.dp.size if is_exact else 1,
+                chunk_of=stages.chunk_of,
             ),
-            actions=schedule[mesh.pp.rank],
         )
 
 
@@ -75,9 +82,8 @@ class StepReport:
     grad_norm: float
     """Before clipping; inf if the step was skipped because its gradient is not finite."""
     lr: float
-    pipeline_s: float
-    """This rank's seconds in the pipeline schedule, and how many of them it waited."""
-    wait_s: float
+    pipeline: PipelineResult
+    """When this rank computed what."""
 
     @property
     def is_skipped(self) -> bool:
@@ -92,7 +98,7 @@ def train_step(state: TrainingState, batch: Batch, step: int) -> StepReport:
     skip the update together: weights, moments and codes stay as they are.
     """
     config, optimizer = state.config, state.optimizer
-    loss_sum, num_tokens, pipeline_s, wait_s = forward_backward(state, batch, step)
+    loss_sum, num_tokens, pipeline = forward_backward(state, batch, step)
     norm = optimizer.gradient_norm(num_parameters(config.model))
     values = two_stage(config.optim, step, config.train.steps)
     if math.isfinite(norm):
@@ -100,19 +106,19 @@ def train_step(state: TrainingState, batch: Batch, step: int) -> StepReport:
         scale = limit / norm if limit and norm > limit else 1.0
         optimizer.step(scale, values.lr, values.weight_decay)
     loss = loss_sum.item() / num_tokens
-    return StepReport(loss, num_tokens, norm, values.lr, pipeline_s, wait_s)
+    return StepReport(loss, num_tokens, norm, values.lr, pipeline)
 
 
 def forward_backward(
     state: TrainingState, batch: Batch, step: int
-) -> tuple[Tensor, int, float, float]:
+) -> tuple[Tensor, int, PipelineResult]:
     """Gradients of the mean loss over the global batch, complete, in ``state.optimizer``.
 
-    Returns the loss sum (fp64, over all ranks), the target tokens of the step, and the seconds that
-    the schedule took and waited. The loss is a sum divided by the *global* token count, so it does
+    Returns the loss sum (fp64, over all ranks), the target tokens of the step, and what the
+    schedule's run was like. The loss is a sum divided by the *global* token count, so it does
     not matter how tokens are spread over microbatches and ranks.
     """
-    mesh, stage = state.mesh, state.stage
+    mesh, stages = state.mesh, state.stages
     batch = batch.to(mesh.device)
     num_tokens = count_targets(batch, mesh)
     if num_tokens == 0:
@@ -122,19 +128,19 @@ def forward_backward(
     seed = state.config.train.seed
     state.optimizer.gradients.begin_step(microbatches)
     result = run_schedule(
-        state.actions,
-        stage,
-        batch.inputs,
-        partial(microbatch_loss, stage, batch),
+        state.plan.schedule,
+        stages,
+        batch.inputs.unbind(),
+        partial(microbatch_loss, stages, batch),
         mesh.pp,
         noises=[Noise(seed, step, first + i) for i in range(microbatches)],
         output_gradient=torch.tensor(
-            1 / num_tokens, dtype=stage.context.master_dtype, device=mesh.device
+            1 / num_tokens, dtype=stages.context.master_dtype, device=mesh.device
         ),
     )
     state.optimizer.finish_gradients()
     loss_sum = sum_over_stages(result.outputs, mesh)
-    return loss_sum, num_tokens, result.busy_s, result.wait_s
+    return loss_sum, num_tokens, result
 
 
 def count_targets(batch: Batch, mesh: ParallelMesh) -> int:
@@ -151,6 +157,8 @@ def sum_over_stages(losses: list[Tensor], mesh: ParallelMesh) -> Tensor:
     return all_reduce(all_reduce(total, mesh.pp), mesh.dp)
 
 
-def microbatch_loss(stage: CausalLMStage, batch: Batch, hidden: Tensor, microbatch: int) -> Tensor:
-    """Loss sum of one microbatch on the last stage."""
-    return stage.loss(hidden, batch.targets[microbatch], batch.mask[microbatch])
+def microbatch_loss(
+    stages: CausalLMStages, batch: Batch, hidden: Tensor, microbatch: int, forward_pass: ForwardPass
+) -> Tensor:
+    """Loss sum of one microbatch, after the last stage."""
+    return stages.loss(hidden, batch.targets[microbatch], batch.mask[microbatch], forward_pass)

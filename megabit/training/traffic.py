@@ -28,7 +28,8 @@ which is not expected. Recomputation repeats what a ternary layer sends for its 
 is ``full``, and a dense layer's row outputs.
 
 For each microbatch, over **pp**: T·H·c (SP: a TP rank's part) up from each stage but the last, and
-down from each but the first. For each step a tied embedding's gradient, where two stages have it.
+down from each but the first, where the other stage is on another rank. For each step a tied
+embedding's gradient, where two ranks have it.
 
 For each step, over **dp**, with P the elements that a DP rank has of a stage's tensors, each cut
 into r parts by rows and these padded to 64: (r−1)·P gradients (2 or w bytes; zero_stage 2: of
@@ -63,12 +64,11 @@ def step_traffic(shape: RankShape, is_skipped: bool = False) -> Sent:
     Args:
         is_skipped: the step's gradient was not finite, and no weight was changed.
     """
-    layout = shape.layout
     recomputing = shape.recomputing_layers()
     total: Sent = {}
     for times, items in (
         (shape.microbatches, _embedding_and_head(shape)),
-        (shape.microbatches * len(layout.layers), _layer(shape)),
+        (shape.microbatches * len(shape.layers), _layer(shape)),
         (shape.microbatches * recomputing, _recomputed_layer(shape)),
         (shape.microbatches, _between_stages(shape)),
         (1, chain(_gradients(shape), _agreement(shape, is_skipped))),
@@ -121,10 +121,10 @@ def ring(num_bytes: float, ranks: int) -> float:
 def _embedding_and_head(shape: RankShape) -> Items:
     model, tp, wide = shape.config.model, shape.tp, shape.wide_bytes
     row = model.hidden_size * shape.compute_bytes
-    if shape.layout.embedding:
+    if shape.has_embedding:
         yield "tp", "activations", _sum_of_hidden(shape, shape.compute_bytes)
         yield "tp", "activation gradients", _all_tokens(shape, row)
-    if shape.layout.head:
+    if shape.has_head:
         yield "tp", "activations", _all_tokens(shape, row)
         yield "tp", "activation gradients", _sum_of_hidden(shape, shape.compute_bytes)
         yield "tp", "weight gradients", _gain_each_time(shape)
@@ -204,15 +204,17 @@ def _gain_each_time(shape: RankShape) -> float:
 def _between_stages(shape: RankShape) -> Items:
     ranks = shape.tp if shape.config.parallel.sequence_parallel else 1
     hidden = shape.tokens // ranks * shape.config.model.hidden_size * shape.compute_bytes
-    if not shape.layout.head:
-        yield "pp", "activations", hidden
-    if not shape.layout.embedding:
-        yield "pp", "activation gradients", hidden
+    placement, own = shape.plan.schedule.placement, shape.pipeline_rank
+    for stage in placement.stages[own]:
+        if stage < placement.num_stages - 1 and placement.rank_of(stage + 1) != own:
+            yield "pp", "activations", hidden
+        if stage > 0 and placement.rank_of(stage - 1) != own:
+            yield "pp", "activation gradients", hidden
 
 
 def _gradients(shape: RankShape) -> Items:
     """For the sums of a step's gradients, a tensor at a time."""
-    layout, dp, wide = shape.layout, shape.dp, shape.wide_bytes
+    dp, wide = shape.dp, shape.wide_bytes
     for held in shape.parameters():
         part = held.part(dp)
         is_often = shape.sums_travel_each_microbatch and held.kind in ("ternary", "matrix")
@@ -222,7 +224,7 @@ def _gradients(shape: RankShape) -> Items:
             yield "dp", "weight gradients", (dp - 1) * part * wide
         if held.kind == "partial gain":
             yield "tp", "weight gradients", all_reduce(dp * part * wide, shape.tp)
-    if shape.config.model.tie_word_embeddings and layout.embedding != layout.head:
+    if shape.config.model.tie_word_embeddings and shape.has_embedding != shape.has_head:
         embedding = next(shape.parameters())
         held_parts = 1 if shape.is_sharded else dp
         yield "pp", "weight gradients", all_reduce(held_parts * embedding.share(dp) * wide, 2)

@@ -24,13 +24,15 @@ from megabit.reduce import any_rank, first_problem, is_same
 from megabit.telemetry import MetricsLog
 from megabit.training import resume
 from megabit.training.accounting import largest_peak_mib, take_account
+from megabit.training.describe import describe, stage_table
 from megabit.training.evaluate import Evaluation, evaluate
 from megabit.training.interval import Interval
+from megabit.training.part_costs import with_layers
 from megabit.training.report import draw_curve, write_text
 from megabit.training.sample import sample_text
 from megabit.training.step import StepReport, TrainingState, train_step
 from megabit.training.stop import StopSignal
-from megabit_kernels import product_kernel
+from megabit.training.timeline import gather_timeline, write_timeline
 
 MAX_SKIPS = 10
 """Steps in a row without a finite gradient after which a run ends."""
@@ -65,6 +67,10 @@ class RunFiles:
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    @property
+    def timeline(self) -> Path:
+        return self.folder / "timeline"
 
 
 def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
@@ -104,15 +110,21 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
             f"train.steps: {config.train.steps} is less than the {checkpoint.step} steps that the "
             f"run in {files.folder} has done; use at least as many, or another run.dir"
         )
+    if checkpoint is not None and config.parallel.balance == "measured":
+        # The run keeps its stages, whatever a measurement would say now.
+        config = with_layers(config, resume.layers_per_stage(checkpoint))
     state = TrainingState.create(config, mesh)
     step = 0
     if checkpoint is not None:
         step = resume.restore(state, store, checkpoint, corpus.fingerprint)
-    log = _open_log(config, mesh, files, step, console)
-    for line in describe(config, mesh, corpus, step):
+    log = _open_log(state.config, mesh, files, step, console)
+    for line in describe(state, corpus, step):
         console.print(line, highlight=False, soft_wrap=True)
+    table = stage_table(state)
+    if table is not None:
+        console.print(table)
 
-    trainer = Trainer(state, corpus, windows, store, log)
+    trainer = Trainer(state, corpus, windows, store, log, files)
     with log:
         step = trainer.run(sampler, step)
         if step < config.train.steps:
@@ -173,26 +185,6 @@ def _open_log(
     return log
 
 
-def describe(config: Config, mesh: ParallelMesh, corpus: CorpusInfo, first_step: int) -> list[str]:
-    """What is about to be trained, on what, at which layout."""
-    model, parallel = config.model, config.parallel
-    lines = [
-        f"Model: {num_parameters(model) / 1e6:.2f} M parameters, {model.linear}, "
-        f"{model.num_hidden_layers} layers × {model.hidden_size}",
-        f"Text: {corpus.train.tokens:,} tokens in {corpus.train.documents} documents to train on, "
-        f"{corpus.held_out.tokens:,} in {corpus.held_out.documents} held out",
-        f"Layout: TP {mesh.tp.size} × PP {mesh.pp.size} × DP {mesh.dp.size}"
-        + (" with sequence parallelism" if parallel.sequence_parallel else "")
-        + (f", schedule {parallel.schedule}" if mesh.pp.size > 1 else "")
-        + f", on {mesh.device.type} in {config.precision.compute}",
-    ]
-    if model.linear == "ternary":
-        lines.append(f"Ternary products: {product_kernel(mesh.device)}")
-    if first_step:
-        lines.append(f"Resuming after step {first_step}")
-    return lines
-
-
 @dataclass
 class Trainer:
     """The loop and what it does beside the steps."""
@@ -202,6 +194,7 @@ class Trainer:
     windows: HeldOutWindows
     store: CheckpointStore
     log: MetricsLog
+    files: RunFiles
 
     def run(self, sampler: TrainingSampler, step: int) -> int:
         """Train from ``step`` steps done; returns the steps done when it ended or was stopped."""
@@ -228,6 +221,8 @@ class Trainer:
                         metrics = interval.metrics(step, self.corpus.train)
                         account = take_account(self.state, metrics, interval.steps)
                         self.log.interval(metrics, account)
+                        if self.state.config.telemetry.trace:
+                            self.trace(report, step)
                         interval = Interval(self.state)
                     if _is_due(step, config.eval_interval) and step < config.steps:
                         self.evaluate(step, config.eval_samples)
@@ -263,6 +258,14 @@ class Trainer:
         self.log.evaluation(step, result.loss, result.bits_per_byte)
         return result
 
+    def trace(self, report: StepReport, step: int) -> None:
+        """Write the timeline of the step that was just done; collective over the pipeline."""
+        mesh, schedule = self.state.mesh, self.state.plan.schedule
+        timeline = gather_timeline(report.pipeline.spans, schedule.placement, mesh.pp, mesh.device)
+        if mesh.is_main:
+            name = self.state.config.parallel.schedule
+            self.log.say(write_timeline(timeline, self.files.timeline, step, name))
+
     def save(self, step: int) -> None:
         """Write a checkpoint after ``step`` steps."""
         resume.save(self.state, self.store, step, self.corpus.fingerprint)
@@ -280,7 +283,8 @@ def conclude(
     sample = None
     if config.run.sample_tokens:
         sample = sample_text(
-            state.stage,
+            state.stages,
+            state.plan.schedule.placement,
             corpus.load_tokenizer(),
             mesh,
             config.run.sample_prompt,

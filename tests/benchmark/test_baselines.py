@@ -8,7 +8,7 @@ import torch
 from megabit.benchmark.baselines import DenseLinear, FakeQuantizedLinear, PlainTrainer
 from megabit.benchmark.contestants import PLAIN, Plain
 from megabit.config import Config
-from megabit.model import build_stage
+from megabit.model import build_stages
 from megabit.tensor_parallel import sharded_parameters
 from megabit.training.step import TrainingState, train_step
 from megabit_kernels import numerics
@@ -23,7 +23,7 @@ def losses_of_both(config: Config, dtype: torch.dtype) -> tuple[list[float], lis
     mesh = make_mesh(config)
     plain = PlainTrainer(config, LINEAR[config.model.linear], dtype)
     weights = dict(plain.model.named_parameters())
-    expected_weights = sharded_parameters(build_stage(config, mesh))
+    expected_weights = sharded_parameters(build_stages(config, mesh))
     assert weights.keys() == expected_weights.keys()
     for name, expected_weight in expected_weights.items():
         assert torch.equal(weights[name], expected_weight)

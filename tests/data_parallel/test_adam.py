@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from megabit.apex import fused_adam, fused_rms_norm
 from megabit.mesh import ParallelMesh
-from megabit.model import build_stage
+from megabit.model import build_stages
 from megabit.training.step import TrainingState, train_step
 from tests.training.tiny import global_batch, own_batch, tiny
 
@@ -30,7 +30,7 @@ def test_three_steps_equal_a_plain_torch_loop(linear: str) -> None:
     mesh = ParallelMesh()
     state = TrainingState.create(config, mesh)
 
-    copy = build_stage(config, mesh)
+    copy = build_stages(config, mesh)
     weights = dict(copy.named_parameters())
     gains = [p for name, p in weights.items() if "norm" in name]
     matrices = [p for name, p in weights.items() if "norm" not in name]

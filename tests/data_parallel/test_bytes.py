@@ -214,11 +214,11 @@ def measure_resident(*settings: str) -> Resident:
     for step in range(2):
         train_step(state, own_batch(config, state.mesh, step), step)
     state.optimizer.publisher.settle()
-    named = dict(state.stage.named_parameters())
+    named = dict(state.stages.named_parameters())
     codes = [p.numel() for p in named.values() if p.is_meta]
     vocab = config.model.vocab_size
     storages = {}
-    for tensor in reachable(state.stage):
+    for tensor in reachable(state.stages):
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = (storage.nbytes(), tensor.dtype, vocab in tensor.shape)
     small = packed = dense = 0

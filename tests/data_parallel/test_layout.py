@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from megabit.data_parallel.layout import ALIGNMENT, BucketLayout, Kind, Slot, lay_out
+from megabit.mesh import ParallelMesh
 from megabit.tensor_parallel import Shard, ShardedParameter, whole
+from megabit.training.step import TrainingState, forward_backward
+from tests.training.tiny import own_batch, tiny
 
 MIB = 2**20
 SHAPES = [(1, 4), (3, 20), (7, 5), (8, 8), (64, 64), (5,), (1,), (97,), (130, 12)]
@@ -142,6 +145,66 @@ def test_buckets_are_in_the_order_in_which_a_backward_pass_completes_them(bucket
     for layout in layouts:
         names = [int(slot.name) for slot in layout.slots]
         assert names == sorted(names, reverse=True)
+
+
+@pytest.mark.parametrize("bucket_mb", [0.0001, 0.001, 0.01, 1.0])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_stages_do_not_share_a_bucket(chunks: int, bucket_mb: float) -> None:
+    """Of a rank with several: they are complete stage by stage, from the last to the first."""
+    kinds = itertools.cycle(["matrix", "gain", "ternary", "ternary", "gain"])
+    named: list[tuple[str, ShardedParameter, Kind]] = [
+        (str(i), parameter(8, 8), kind)  # type: ignore[misc]
+        for i, kind in zip(range(42), kinds, strict=False)
+    ]
+
+    def chunk_of(name: str) -> int:
+        return int(name) * chunks // 42
+
+    layouts = lay_out(named, 2, bucket_mb, chunk_of)
+    of_layouts = [{chunk_of(slot.name) for slot in layout.slots} for layout in layouts]
+    assert all(len(of_layout) == 1 for of_layout in of_layouts)
+    assert {*itertools.chain(*of_layouts)} == {*range(chunks)}
+    completed = [int(layout.slots[-1].name) for layout in layouts]
+    assert completed == sorted(completed, reverse=True)
+    slots = [int(slot.name) for layout in layouts for slot in layout.slots]
+    assert sorted(slots) == [*range(42)]
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("bucket_mb", [0.01, 0.03, 25])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+)
+def test_a_step_completes_buckets_in_their_order(
+    schedule: str, chunks: int, bucket_mb: float, tied: str
+) -> None:
+    """On a rank with all stages of a model, with backward passes that compute all gradients. What
+    one function hands over, such as the gradients of q, k and v, comes in any order."""
+    config = tiny(
+        *(f"parallel.schedule={schedule}", f"parallel.vpp={chunks}", "model.num_hidden_layers=3"),
+        *(f"parallel.bucket_mb={bucket_mb}", f"model.tie_word_embeddings={tied}"),
+    )
+    state = TrainingState.create(config, ParallelMesh())
+    buckets = state.optimizer.gradients.buckets
+    completed: list[int] = []
+
+    def watch(parameter: ShardedParameter) -> None:
+        collector = parameter._collector
+        assert collector is not None
+
+        def collect(gradient: Tensor) -> None:
+            collector(gradient)
+            done = [i for i, bucket in enumerate(buckets) if bucket.total is not None]
+            completed.extend(i for i in done if i not in completed)
+
+        parameter._collector = collect
+
+    for bucket in buckets:
+        assert len({state.stages.chunk_of(slot.name) for slot in bucket.layout.slots}) == 1
+        for slot in bucket.layout.slots:
+            watch(slot.parameter)
+    forward_backward(state, own_batch(config, state.mesh, 0), 0)
+    assert completed == [*range(len(buckets))]
 
 
 @pytest.mark.parametrize(

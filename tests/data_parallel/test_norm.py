@@ -50,7 +50,7 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
 def planted(config: Config) -> dict[str, Tensor]:
     """fp32 gradients by logical name, of sizes between 1e-12 and 1e8: a sum of their squares in
     fp32 depends on the order in its first digits."""
-    stage = TrainingState.create(config, ParallelMesh()).stage
+    stage = TrainingState.create(config, ParallelMesh()).stages
     generator = torch.Generator().manual_seed(7)
     gradients = {}
     for name, parameter in stage.named_parameters():

@@ -107,9 +107,9 @@ def test_the_first_layers_run_while_later_buckets_are_travelling() -> None:
         assert len(late) == 11  # seven matrices and four gains
         for pending in late:
             pending.is_released = False
-        layers = state.stage.model.layers
-        rope = state.stage.model.rope.tables(config.data.seq_length, torch.float32)
-        x = state.stage.model.embed_tokens(batch.inputs[0].flatten())
+        layers = state.stages.model.layers
+        rope = state.stages.model.rope.tables(config.data.seq_length, torch.float32)
+        x = state.stages.model.embed_tokens(batch.inputs[0].flatten())
         x = layers["0"](x, rope, len(batch.inputs[0]))
         done = list(log)
         with pytest.raises(AssertionError, match="while it was still travelling"):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from megabit.config import Config, DataConfig, ModelConfig, PrecisionConfig, load_config
 from megabit.mesh import ParallelMesh
-from megabit.model import CausalLMStage, build_stage, num_parameters
+from megabit.model import CausalLMStages, build_stages, num_parameters
 from megabit.model.mlp import _Relu2Glu
 from megabit.model.rope import RotaryEmbedding, rotate
 from megabit.tensor_parallel import sharded_parameters
@@ -28,13 +28,13 @@ MODEL = ModelConfig(
 )
 
 
-def stage_of(model: ModelConfig, compute: str = "float64") -> CausalLMStage:
+def stage_of(model: ModelConfig, compute: str = "float64") -> CausalLMStages:
     config = Config(
         model=model,
         precision=PrecisionConfig(compute=compute),  # type: ignore[arg-type]
         data=DataConfig(seq_length=LENGTH),
     )
-    stage = build_stage(config, ParallelMesh())
+    stage = build_stages(config, ParallelMesh())
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # gains of ones would hide a norm in the wrong place
         for parameter in stage.parameters():

@@ -11,7 +11,7 @@ from torch import Tensor
 from megabit.config import Config, load_config
 from megabit.launch import run_ranks
 from megabit.mesh import Axis, ParallelMesh
-from megabit.model import build_stage
+from megabit.model import build_stages
 from megabit.model.dropout import Dropout
 from megabit.reduce import own_rows
 from megabit.tensor_parallel import PLAIN, ForwardPass, LayerContext, Noise
@@ -120,7 +120,7 @@ def config_at(*settings: str) -> Config:
 def hidden_states(config: Config, mesh: ParallelMesh, noise: Noise | None) -> Tensor:
     """What leaves a stage that is the whole model."""
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
-    return build_stage(config, mesh)(tokens, None, noise).detach()
+    return build_stages(config, mesh)(tokens, None, ForwardPass(noise)).detach()
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, False), (2, True), (4, True)])
@@ -161,7 +161,7 @@ def test_a_training_pass_draws_by_its_noise_at_each_place(monkeypatch: pytest.Mo
 def test_each_place_has_a_mask_of_its_own_on_whatever_stage_it_is() -> None:
     def names(pp: int) -> list[str]:
         mesh = ParallelMesh() if pp == 1 else ParallelMesh.create(1, pp, CPU)
-        stage = build_stage(config_at(f"parallel.pp={pp}"), mesh).model
+        stage = build_stages(config_at(f"parallel.pp={pp}"), mesh).model
         found = [stage.embedding_dropout.name] if mesh.pp.rank == 0 else []
         return found + [d.name for layer in stage.layers.values() for d in layer.dropouts]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megabit.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
-from megabit.model import build_stage
+from megabit.model import build_stages
 from megabit.model.initialize import ROWS_PER_CHUNK, logical_normal
 from megabit.tensor_parallel import Shard, sharded_parameters
 
@@ -39,7 +39,7 @@ def config_at(tp: int = 1, pp: int = 1, seed: int = 7, tied: bool = True) -> Con
 
 
 def local_values(config: Config, mesh: ParallelMesh) -> dict[str, tuple[Shard, Tensor]]:
-    parameters = sharded_parameters(build_stage(config, mesh))
+    parameters = sharded_parameters(build_stages(config, mesh))
     return {name: (p.shard, p.detach().clone()) for name, p in parameters.items()}
 
 
@@ -107,7 +107,7 @@ def test_no_two_matrices_of_a_model_are_equal() -> None:
 def test_it_draws_nothing_from_the_global_generator() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    build_stage(config_at(), ParallelMesh())
+    build_stages(config_at(), ParallelMesh())
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from megabit.config import Config, load_config
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
-from megabit.model import CausalLMStage, build_stage
-from megabit.tensor_parallel import Noise, Shard, sharded_parameters
+from megabit.model import CausalLMStages, build_stages
+from megabit.tensor_parallel import ForwardPass, Noise, Shard, sharded_parameters
 
 CPU = torch.device("cpu")
 NOISE = Noise(seed=3, step=4, microbatch=5)
@@ -46,7 +46,7 @@ def test_logits_have_the_same_bits_at_every_degree(compute: str) -> None:
     tokens = random_tokens(0)
 
     def logits_of(config: Config, mesh: ParallelMesh) -> Tensor:
-        stage = build_stage(config, mesh)
+        stage = build_stages(config, mesh)
         with torch.no_grad():
             return stage.logits(stage(tokens))
 
@@ -71,9 +71,9 @@ def test_logits_have_the_same_bits_at_every_degree(compute: str) -> None:
 
 def gradients_of(config: Config, mesh: ParallelMesh) -> Gradients:
     """Of a training pass, by name; of what serves as the output head under a name of its own."""
-    stage = build_stage(config, mesh)
+    stage = build_stages(config, mesh)
     mask = torch.arange(B * S).view(B, S) % 3 > 0
-    stage.loss(stage(random_tokens(0), None, NOISE), random_tokens(1), mask).backward()
+    stage.loss(stage(random_tokens(0), None, ForwardPass(NOISE)), random_tokens(1), mask).backward()
     parameters = sharded_parameters(stage)
     if stage.head_use is not None:
         parameters["tied head"] = stage.head_use
@@ -136,8 +136,8 @@ def test_without_layout_exact_training_gradients_have_other_bits() -> None:
 # Tied embeddings
 
 
-def stage_of(*settings: str) -> CausalLMStage:
-    return build_stage(config_at(*settings), ParallelMesh())
+def stage_of(*settings: str) -> CausalLMStages:
+    return build_stages(config_at(*settings), ParallelMesh())
 
 
 def test_a_tied_head_hands_over_a_second_gradient() -> None:

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from megabit.config import Config, load_config
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
-from megabit.model import CausalLMStage, build_stage
+from megabit.model import CausalLMStages, build_stages
 from megabit.model.decoder import LayerTraining
-from megabit.tensor_parallel import Noise, bitlinear
+from megabit.tensor_parallel import ForwardPass, Noise, bitlinear
 
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -49,14 +49,14 @@ def make_mesh(tp: int) -> ParallelMesh:
     return ParallelMesh() if tp == 1 else ParallelMesh.create(tp, 1, CPU)
 
 
-def loss_of(stage: CausalLMStage) -> Tensor:
+def loss_of(stage: CausalLMStages) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(64, (2, B, S), generator=generator)
     mask = torch.rand((B, S), generator=generator) < 0.7
-    return stage.loss(stage(tokens, None, NOISE), targets, mask)
+    return stage.loss(stage(tokens, None, ForwardPass(NOISE)), targets, mask)
 
 
-def gradients_of(stage: CausalLMStage) -> dict[str, Tensor]:
+def gradients_of(stage: CausalLMStages) -> dict[str, Tensor]:
     """The loss, and the gradient of each parameter."""
     stage.zero_grad()
     loss = loss_of(stage)
@@ -87,7 +87,7 @@ def test_gradients_are_those_without_recomputation(tp: int, sequence_parallel: b
         mesh = make_mesh(tp)
         for name, settings in SETTINGS.items():
             at = at_layout(tp, sequence_parallel, *settings)
-            expected, *others = (gradients_of(build_stage(at(mode), mesh)) for mode in MODES)
+            expected, *others = (gradients_of(build_stages(at(mode), mesh)) for mode in MODES)
             for mode, found in zip(MODES[1:], others, strict=True):
                 for parameter, gradient in expected.items():
                     assert torch.equal(found[parameter], gradient), (name, mode, parameter)
@@ -97,9 +97,9 @@ def test_gradients_are_those_without_recomputation(tp: int, sequence_parallel: b
 
 def test_chosen_layers_recompute() -> None:
     at = at_layout(1, False)
-    expected = gradients_of(build_stage(at("none"), ParallelMesh()))
+    expected = gradients_of(build_stages(at("none"), ParallelMesh()))
     config = config_at("train.recompute=full", "train.recompute_layers=[1]")
-    stage = build_stage(config, ParallelMesh())
+    stage = build_stages(config, ParallelMesh())
     assert [layer.recompute for layer in stage.model.layers.values()] == ["none", "full"]
     found = gradients_of(stage)
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
@@ -117,7 +117,7 @@ def test_layers_are_those_of_the_whole_model() -> None:
 
     def recompute() -> dict[str, str]:
         config = config_at("parallel.pp=2", "train.recompute=full", "train.recompute_layers=[1]")
-        layers = build_stage(config, ParallelMesh.create(1, 2, CPU)).model.layers
+        layers = build_stages(config, ParallelMesh.create(1, 2, CPU)).model.layers
         return {number: layer.recompute for number, layer in layers.items()}
 
     assert run_ranks(recompute, 2) == [{"0": "none"}, {"1": "full"}]
@@ -125,7 +125,7 @@ def test_layers_are_those_of_the_whole_model() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_evaluation_recomputes_nothing(mode: Recompute) -> None:
-    stage = build_stage(at_layout(1, False)(mode), ParallelMesh())
+    stage = build_stages(at_layout(1, False)(mode), ParallelMesh())
     with torch.no_grad(), counting_products() as products:
         loss = loss_of(stage)
     assert not loss.requires_grad
@@ -178,7 +178,7 @@ def test_what_is_repeated(tp: int, sequence_parallel: bool, exact: str) -> None:
         at = at_layout(tp, sequence_parallel, f"parallel.exact={exact}")
         done = {}
         for mode in MODES:
-            stage = build_stage(at(mode), mesh)
+            stage = build_stages(at(mode), mesh)
             stage.ternarize()
             mesh.tp.sent = log = Log()
             with counting_products() as products:
@@ -210,8 +210,8 @@ def test_what_is_repeated(tp: int, sequence_parallel: bool, exact: str) -> None:
 def test_codes_stay_the_same_between_the_passes() -> None:
     """Whoever changes a weight in between changes no gradient of the pass under way."""
     at = at_layout(1, False)
-    expected = gradients_of(build_stage(at("none"), ParallelMesh()))
-    stage = build_stage(at("full"), ParallelMesh())
+    expected = gradients_of(build_stages(at("none"), ParallelMesh()))
+    stage = build_stages(at("full"), ParallelMesh())
     stage.ternarize()
     codes = [layer.ternary() for layer in bitlinear.ternary_layers(stage)]
     gradients = gradients_of(stage)
@@ -288,11 +288,11 @@ def live_bytes(mode: Recompute, layers: int, tokens: int, dropout: float) -> tup
         *(f"model.hidden_size={HIDDEN}", f"model.intermediate_size={FFN}"),
         *(f"model.num_hidden_layers={layers}", f"train.hidden_dropout={dropout}"),
     )
-    stage = build_stage(config, ParallelMesh())
+    stage = build_stages(config, ParallelMesh())
     stage.ternarize()
     ids = torch.zeros(B, tokens // B, dtype=torch.int64)
     with LiveBytes() as live:
-        hidden = stage(ids, None, NOISE)
+        hidden = stage(ids, None, ForwardPass(NOISE))
         kept = live.now
         hidden.sum().backward()
     return kept, live.peak
@@ -338,7 +338,7 @@ def test_the_peak_of_a_step_falls() -> None:
 def test_what_a_layer_kept_is_freed_by_its_backward_pass() -> None:
     """Also while the graph of the other layers, or the loss, is still held."""
     for mode in MODES:
-        stage = build_stage(at_layout(1, False)(mode), ParallelMesh())
+        stage = build_stages(at_layout(1, False)(mode), ParallelMesh())
         gradients_of(stage)  # what is made once, and the gradients, are there
         with LiveBytes() as live:
             loss = loss_of(stage)

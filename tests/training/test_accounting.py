@@ -28,7 +28,7 @@ def account(skip: int | None = None) -> list[tuple[Accounting, int]]:
             batch = own_batch(CONFIG, state.mesh, step)
             interval.begin_step()
             if step == skip and state.mesh.world.rank == 0:
-                weight = state.stage.embedding_weight
+                weight = state.stages.embedding_weight
                 assert weight is not None
                 weight.ready().data.fill_(math.nan)  # on one rank; all of them skip the step
             interval.end_step(train_step(state, batch, step))

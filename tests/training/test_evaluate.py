@@ -13,7 +13,7 @@ from megabit.data.sampler import HeldOutWindows
 from megabit.data.tokenizer import END_OF_TEXT
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
-from megabit.model import build_stage
+from megabit.model import build_stages
 from megabit.training.evaluate import Evaluation, bits_per_byte, evaluate
 from megabit.training.step import TrainingState
 from tests.training.tiny import make_mesh, tiny, tiny_corpus
@@ -37,7 +37,7 @@ def plain_losses(corpus: CorpusInfo) -> list[torch.Tensor]:
     """Of each window of S predictions, the losses of its tokens, straight from the token stream."""
     dataset = corpus.open_held_out()
     stream = [end_of_text(corpus), *dataset.tokens(0, dataset.num_tokens).tolist()]
-    stage = build_stage(tiny("precision.compute=float64"), ParallelMesh())
+    stage = build_stages(tiny("precision.compute=float64"), ParallelMesh())
     losses = []
     with torch.no_grad():
         for start in range(0, len(stream) - 1, S):

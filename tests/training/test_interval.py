@@ -7,6 +7,9 @@ import pytest
 
 from megabit.data.corpus import SplitInfo
 from megabit.launch import run_ranks
+from megabit.pipeline.actions import Backward, Forward
+from megabit.pipeline.execute import PipelineResult
+from megabit.pipeline.timeline import Span
 from megabit.telemetry import IntervalMetrics
 from megabit.tensor_parallel import ternary_layers
 from megabit.training.interval import Interval
@@ -46,7 +49,7 @@ def test_metrics_of_two_steps(settings: tuple[str, ...], world_size: int) -> Non
         mesh.tp.sent["activations"] += 10**9  # an evaluation between the steps and the line
         codes = [
             layer.weight.shard.owned(layer.ternary().codes())
-            for layer in ternary_layers(state.stage)
+            for layer in ternary_layers(state.stages)
         ]
         own = sum(int((code == 0).sum()) for code in codes), sum(code.numel() for code in codes)
         return interval.metrics(2, SPLIT), losses, norms, own, sent
@@ -64,7 +67,29 @@ def test_metrics_of_two_steps(settings: tuple[str, ...], world_size: int) -> Non
         expected = sum(result[4][axis] for result in results) / 2 / 1e6
         assert metrics.sent_mb[axis] == pytest.approx(expected, rel=1e-12)
     assert metrics.tokens_per_s > 0
-    assert (0 < metrics.bubble < 1) if config.parallel.pp > 1 else metrics.bubble == 0
+    assert (metrics.bubble > 0) if config.parallel.pp > 1 else metrics.bubble == 0
+
+
+@pytest.mark.parametrize(("pp", "bubble"), [(2, 2 * (5 + 4) / (3 + 2 + 2 + 1) - 1), (1, 0)])
+def test_the_bubble_is_idle_time_for_each_unit_of_computing(pp: int, bubble: float) -> None:
+    """As long as the slowest rank runs the schedule, also of those that have ended. Two ranks
+    compute 3 and 2 seconds of a step of 4 and 5, and 2 and 1 of one of 3 and 4."""
+    config = tiny(f"parallel.pp={pp}")
+
+    def run() -> float:
+        state = TrainingState.create(config, make_mesh(config))
+        rank = state.mesh.world.rank
+        interval = Interval(state)
+        for busy_s, seconds in ((3 - rank, 4 + rank), (2 - rank, 3 + rank)):
+            # In two parts.
+            spans = [Span(Forward(0), 0, busy_s / 4), Span(Backward(0), 1, 1 + busy_s * 3 / 4)]
+            pipeline = PipelineResult([], spans, seconds)
+            assert pipeline.wait_s == pytest.approx(seconds - busy_s)
+            interval.begin_step()
+            interval.end_step(StepReport(1.0, 10, 1.0, 1e-3, pipeline))
+        return interval.metrics(2, SPLIT).bubble
+
+    assert run_ranks(run, 2) == [pytest.approx(bubble)] * 2
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

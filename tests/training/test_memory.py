@@ -32,6 +32,17 @@ CONFIGS = (
     ("parallel.exact=full", "model.tie_word_embeddings=false", "precision.compute=float64"),
     ("model.linear=dense", "precision.compute=bfloat16", "optim.zero_stage=2"),
 )
+# Several stages on a rank, some of them empty; without a layer on the rank of both ends.
+INTERLEAVED = ("parallel.schedule=interleaved", "parallel.vpp=2", "model.num_hidden_layers=5")
+BOTH_ENDS = ("parallel.schedule=zb-v", "parallel.vpp=2", "model.num_hidden_layers=4")
+SCHEDULES = (
+    ("parallel.schedule=zb-h1", "optim.zero_stage=2"),
+    (*INTERLEAVED, "optim.zero_stage=0", "parallel.layers_per_stage=[0,3,0,2]"),
+    (*INTERLEAVED, "model.tie_word_embeddings=false", "precision.compute=bfloat16"),
+    (*BOTH_ENDS, "parallel.layers_per_stage=[0,0,4,0]"),
+    (*BOTH_ENDS, "parallel.exact=full"),
+    (*BOTH_ENDS, "model.tie_word_embeddings=false", "model.linear=dense", "optim.zero_stage=2"),
+)
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2))
 
 Kept = dict[str, int]
@@ -62,7 +73,7 @@ def test_what_is_kept_is_what_the_formulas_say(layout: tuple[int, int, int]) -> 
     tp, pp, dp = layout
     settings = [
         (*chosen, f"parallel.sequence_parallel={'true' if is_split else 'false'}")
-        for chosen in CONFIGS
+        for chosen in (*CONFIGS, *(SCHEDULES if pp > 1 else ()))
         for is_split in ((False, True) if tp == 2 else (False,))
     ]
     configs = [tiny(*SIZES, f"parallel.tp={tp}", f"parallel.pp={pp}", *s) for s in settings]
@@ -119,8 +130,8 @@ def test_every_tensor_that_stays_is_counted_once(exact: str) -> None:
     kept = state.optimizer.nbytes()
 
     def tensors() -> Iterator[Tensor]:
-        yield from state.stage.parameters()
-        yield from (layer.ternary().data for layer in ternary_layers(state.stage))
+        yield from state.stages.parameters()
+        yield from (layer.ternary().data for layer in ternary_layers(state.stages))
         yield from (b.sums for b in state.optimizer.gradients.buckets if b.sums is not None)
         for weights, values in state.optimizer.adam.state.items():
             assert isinstance(weights, nn.Parameter)

@@ -1,5 +1,7 @@
 """Checkpoints: a run that was interrupted goes on to the same bits, or says why it cannot."""
 
+import functools
+import io
 import re
 import resource
 import shutil
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megabit.checkpoint import CheckpointStore
+from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.errors import RunError, UserError
 from megabit.launch import RankError, run_ranks
@@ -31,6 +34,9 @@ from tests.training.tiny import make_mesh, tiny_corpus
 
 TP2_PP2 = ("parallel.tp=2", "parallel.pp=2")
 ONE_PROCESS, FOUR_RANKS = ((), 1), (TP2_PP2, 4)
+FOUR_LAYERS = ("model.num_hidden_layers=4", "parallel.pp=2")
+TWO_CHUNKS = (*FOUR_LAYERS, "parallel.vpp=2", "parallel.layers_per_stage=[1,1,1,1]")
+V = (*TWO_CHUNKS, "parallel.schedule=zb-v")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def assert_same_run(folder: Path, other: Path, world_size: int) -> None:
     assert_same_tensors(ranks, checkpoint(other, 6))
 
 
-@pytest.mark.parametrize(("settings", "world_size"), [ONE_PROCESS, FOUR_RANKS])
+@pytest.mark.parametrize(("settings", "world_size"), [ONE_PROCESS, FOUR_RANKS, (V, 2)])
 def test_an_interrupted_run_ends_in_the_same_bits(
     corpus: CorpusInfo, tmp_path: Path, settings: tuple[str, ...], world_size: int
 ) -> None:
@@ -101,21 +107,74 @@ def test_another_run_is_refused(
     assert {path: path.read_bytes() for path in used.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        pytest.param(("1f1b", "zb-h1", "gpipe"), id="loop"),
+        pytest.param(("v-min", "zb-v", "v-half"), id="v"),
+    ],
+)
+def test_another_schedule_of_the_same_stages_changes_nothing(
+    corpus: CorpusInfo, tmp_path: Path, schedules: tuple[str, ...]
+) -> None:
+    """Two steps by each of them end in the bits of six steps by the first one."""
+    straight, changing = tmp_path / "straight", tmp_path / "changing"
+    layout = TWO_CHUNKS if schedules[0] == "v-min" else FOUR_LAYERS
+    train(config_of(corpus, straight, *layout, f"parallel.schedule={schedules[0]}"), 2)
+    for name, last in zip(schedules, (2, 4, None), strict=True):
+        config = config_of(corpus, changing, *layout, f"parallel.schedule={name}")
+        file = io.StringIO if last is None else functools.partial(AtStep, last, signal.SIGTERM)
+        finished, said = train(config, 2, file)
+        assert finished == (last is None)
+        assert f"Pipeline: {name}, " in said
+    assert_same_run(changing, straight, 2)
+
+
+def test_other_stages_are_refused(corpus: CorpusInfo, tmp_path: Path) -> None:
+    """The layers, or which rank has which: ranks would read weights that others have."""
+    train(config_of(corpus, tmp_path, *V, "train.steps=1"), 2)
+    loop = config_of(corpus, tmp_path, *TWO_CHUNKS, "parallel.schedule=interleaved")
+    assert re.search(
+        r"parallel.schedule, stages of each rank: the run in .* has \[\[0, 3\], \[1, 2\]\], "
+        r"not \[\[0, 2\], \[1, 3\]\]; resume with the same",
+        refused(loop, 2),
+    )
+    layers = config_of(corpus, tmp_path, *V, "parallel.layers_per_stage=[1,1,2,0]")
+    assert re.search(
+        r"parallel.layers_per_stage: the run in .* has \[1, 1, 1, 1\], not \[1, 1, 2, 0\]",
+        refused(layers, 2),
+    )
+    fewer = config_of(corpus, tmp_path, *FOUR_LAYERS)
+    problems = all_refused(fewer, 2)
+    assert [problem.split(":")[0] for problem in problems] == [
+        "parallel.layers_per_stage",
+        "parallel.schedule, stages of each rank",
+    ]
+    assert "has [[0, 3], [1, 2]], not [[0], [1]]" in problems[1]
+
+
 def test_another_corpus_is_refused(used: Path, tmp_path: Path) -> None:
     other = tiny_corpus(tmp_path, seed=5)
     message = refused(config_of(other, used, *TP2_PP2), 4)
     assert re.search("data.dir: .* is not the corpus that .* was trained on", message)
 
 
-def test_all_differences_are_told_at_once(corpus: CorpusInfo, used: Path) -> None:
-    config = config_of(corpus, used, *TP2_PP2, "train.seed=5", "model.hidden_act=silu")
+def all_refused(config: Config, world_size: int) -> list[str]:
+    """The lines with which all ranks refuse to start."""
 
-    def run() -> int:
+    def run() -> list[str]:
         with pytest.raises(UserError) as caught:
             trainer.train(config, make_mesh(config), Console(quiet=True))
-        return len(caught.value.problems)
+        return list(caught.value.problems)
 
-    assert run_ranks(run, 4) == [2] * 4
+    first, *others = run_ranks(run, world_size)
+    assert others == [first] * len(others)
+    return first
+
+
+def test_all_differences_are_told_at_once(corpus: CorpusInfo, used: Path) -> None:
+    config = config_of(corpus, used, *TP2_PP2, "train.seed=5", "model.hidden_act=silu")
+    assert len(all_refused(config, 4)) == 2
 
 
 def cut_short(path: Path) -> None:

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 from megabit.data.corpus import CorpusInfo
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
-from megabit.model import build_stage
+from megabit.model import build_stages
+from megabit.pipeline.plan import plan_stages
 from megabit.training.sample import sample_text
 from tests.training.tiny import make_mesh, tiny, tiny_corpus
 
@@ -41,8 +42,9 @@ def sample(
 
     def run() -> str:
         mesh = make_mesh(config)
-        stage = build_stage(config, mesh)
-        return sample_text(stage, tokenizer, mesh, PROMPT, window=WINDOW, **arguments)
+        plan = plan_stages(config, mesh.dp.size)
+        stages, placement = build_stages(config, mesh, plan), plan.schedule.placement
+        return sample_text(stages, placement, tokenizer, mesh, PROMPT, window=WINDOW, **arguments)
 
     return run_ranks(run, world_size)
 
@@ -56,8 +58,16 @@ def sample(
         ((), 2),
         (("parallel.tp=2", "parallel.sequence_parallel=true"), 2),
         (("parallel.tp=2", "parallel.pp=2"), 4),
+        (
+            # The first rank has both ends of the model, and some stages have no layer.
+            (
+                *("parallel.pp=2", "parallel.vpp=2", "parallel.schedule=zb-v"),
+                "parallel.layers_per_stage=[0, 1, 0, 1]",
+            ),
+            2,
+        ),
     ],
-    ids=["tp2", "tp4", "pp2", "dp2", "tp2-sp", "tp2-pp2"],
+    ids=["tp2", "tp4", "pp2", "dp2", "tp2-sp", "tp2-pp2", "zb-v"],
 )
 def test_every_layout_and_rank_has_the_same_text(
     tokenizer: Tokenizer, settings: tuple[str, ...], world_size: int
@@ -81,7 +91,7 @@ def test_the_seed_decides(tokenizer: Tokenizer) -> None:
 
 
 def test_the_likeliest_tokens_equal_a_plain_loop(tokenizer: Tokenizer) -> None:
-    stage = build_stage(tiny(WIDE), ParallelMesh())
+    stage = build_stages(tiny(WIDE), ParallelMesh())
     ids = tokenizer.encode(PROMPT, add_special_tokens=False).ids
     with torch.no_grad():
         for _ in range(NUM_TOKENS):

@@ -14,7 +14,7 @@ from megabit.data.batches import Batch
 from megabit.errors import RunError
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
-from megabit.model import build_stage
+from megabit.model import build_stages
 from megabit.tensor_parallel import ternary_layers
 from megabit.training.step import StepReport, TrainingState, forward_backward, train_step
 from megabit_kernels import TernaryWeight
@@ -34,7 +34,7 @@ TP2, PP2, SP = "parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=tru
 
 def plain_loss_and_gradients(config: Config) -> tuple[float, dict[str, Tensor]]:
     """All samples in one forward pass, torch's own loss, its mean over the tokens that count."""
-    stage = build_stage(config, ParallelMesh())
+    stage = build_stages(config, ParallelMesh())
     batch = global_batch(config, 0)
     logits = stage.logits(stage(batch.inputs[0]))
     keep = batch.mask.flatten()
@@ -57,7 +57,7 @@ def test_uneven_masks_give_the_mean_over_all_tokens(
     def run() -> tuple[float, int, Owned]:
         mesh = make_mesh(config)
         state = TrainingState.create(config, mesh)
-        loss_sum, num_tokens, _, _ = forward_backward(state, own_batch(config, mesh, 0), 0)
+        loss_sum, num_tokens, _ = forward_backward(state, own_batch(config, mesh, 0), 0)
         return loss_sum.item() / num_tokens, num_tokens, owned(state.optimizer, "gradient")
 
     expected_loss, expected = plain_loss_and_gradients(
@@ -78,7 +78,7 @@ def test_uneven_masks_give_the_mean_over_all_tokens(
 @torch.no_grad()
 def poison_replica(state: TrainingState) -> None:
     """Makes activations of the calling rank not a number."""
-    next(p for name, p in state.stage.named_parameters() if "norm" in name)[0] = torch.nan
+    next(p for name, p in state.stages.named_parameters() if "norm" in name)[0] = torch.nan
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_rank_without_targets_takes_part() -> None:
 
     losses = run_ranks(lambda: run(masked=0), 2)
     batch = global_batch(config, 0)
-    stage = build_stage(config, ParallelMesh())
+    stage = build_stages(config, ParallelMesh())
     keep = batch.mask.clone()
     keep[:, : config.train.global_batch_size // 2] = False
     logits = stage.logits(stage(batch.inputs[0]))[keep.flatten()]
@@ -151,7 +151,7 @@ def test_codes_change_once_a_step() -> None:
     config = tiny("optim.lr=[0.02,0.02]", "optim.warmup_steps=0")
     mesh = ParallelMesh()
     state = TrainingState.create(config, mesh)
-    layers = list(ternary_layers(state.stage))
+    layers = list(ternary_layers(state.stages))
     seen: list[list[TernaryWeight]] = []
 
     def look(*_: Any) -> None:
@@ -161,7 +161,7 @@ def test_codes_change_once_a_step() -> None:
         pairs = zip(seen[0], seen[-1], strict=True)
         return sum(not compare(first, last) for first, last in pairs)
 
-    state.stage.register_forward_hook(look)
+    state.stages.register_forward_hook(look)
     num_microbatches = config.train.global_batch_size // config.train.micro_batch_size
     train_step(state, own_batch(config, mesh, 0), 0)
     assert len(seen) == num_microbatches
@@ -174,6 +174,6 @@ def test_codes_change_once_a_step() -> None:
     seen.clear()
     look()
     with torch.no_grad():
-        state.stage(own_batch(config, mesh, 1).inputs[0])
+        state.stages(own_batch(config, mesh, 1).inputs[0])
     forward_backward(state, own_batch(config, mesh, 1), 1)
     assert differing(lambda first, last: first is last) == 0

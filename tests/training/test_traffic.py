@@ -55,6 +55,19 @@ PP_ONLY = (
     ("parallel.layers_per_stage=[2,0]", "precision.compute=bfloat16"),
     ("model.tie_word_embeddings=false", "parallel.exact=full"),
 )
+UNTIED = "model.tie_word_embeddings=false"
+# Several stages on a rank, some of them empty; without a layer on the rank of both ends.
+INTERLEAVED = ("parallel.schedule=interleaved", "parallel.vpp=2", "model.num_hidden_layers=5")
+BOTH_ENDS = ("parallel.schedule=zb-v", "parallel.vpp=2", "model.num_hidden_layers=4")
+SCHEDULES = (
+    ("parallel.schedule=zb-h1", "train.recompute=full"),
+    ("parallel.schedule=zb-h1", UNTIED, "optim.zero_stage=2"),
+    (*INTERLEAVED, "precision.compute=bfloat16", "precision.gradients=bfloat16"),
+    (*INTERLEAVED, UNTIED, "parallel.exact=full", "parallel.layers_per_stage=[0,3,0,2]"),
+    (*BOTH_ENDS, "optim.zero_stage=0"),
+    (*BOTH_ENDS, "parallel.exact=full", "parallel.layers_per_stage=[0,0,4,0]"),
+    (*BOTH_ENDS, UNTIED, "optim.zero_stage=2", "model.linear=dense"),
+)
 DP_ONLY = (
     *(
         (f"optim.zero_stage={stage}", f"model.linear={linear}", *more)
@@ -71,12 +84,13 @@ LAYOUTS = {  # (tp, pp, dp) → more configurations
     (2, 1, 1): TP_ONLY,
     (4, 1, 1): TP_ONLY[:3],
     (1, 2, 1): PP_ONLY,
-    (2, 2, 1): (),
+    (2, 2, 1): tuple((*chosen, SEQUENCE_PARALLEL) for chosen in SCHEDULES),
     (4, 2, 1): (),
+    (1, 4, 1): ((*BOTH_ENDS, "parallel.layers_per_stage=[1,0,0,1,0,1,1,0]"),),
     (1, 1, 2): DP_ONLY,
     (2, 1, 2): (),
     (4, 1, 2): (),
-    (1, 2, 2): (*PP_ONLY, *DP_ONLY[:3]),
+    (1, 2, 2): (*PP_ONLY, *DP_ONLY[:3], *SCHEDULES),
     (2, 2, 2): (),
     (4, 2, 2): (),
     (1, 1, 4): DP_ONLY[:3],
@@ -127,7 +141,8 @@ def at(tp: int, pp: int, *settings: str) -> Config:
 def test_what_is_sent_is_what_the_formulas_say(layout: tuple[int, int, int]) -> None:
     tp, pp, dp = layout
     both = [s for settings in EVERYWHERE for s in (settings, (*settings, SEQUENCE_PARALLEL))]
-    settings = [*(both if tp > 1 else EVERYWHERE), *LAYOUTS[layout]]
+    everywhere = both if tp > 1 else EVERYWHERE if pp <= 2 else ()  # of models of 2 layers
+    settings = [*everywhere, *LAYOUTS[layout]]
     configs = [at(tp, pp, *chosen) for chosen in settings]
     ranks = run_steps(configs, tp, pp, dp)
     for number, config in enumerate(configs):

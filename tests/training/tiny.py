@@ -99,7 +99,7 @@ def bits(state: TrainingState) -> list[Tensor]:
     kinds = ("master", "exp_avg", "exp_avg_sq")
     kept = [tensors[kind] for tensors in pieces for kind in kinds if kind in tensors]
     kept += [values["step"] for values in state.optimizer.adam.state.values()]
-    codes = [layer.ternary().codes() for layer in ternary_layers(state.stage)]
+    codes = [layer.ternary().codes() for layer in ternary_layers(state.stages)]
     return [*(tensor.clone().view(torch.int32) for tensor in kept), *(c.clone() for c in codes)]
 
 
