@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megabit.data_parallel.layout import BucketLayout, Slot
+from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH, BucketLayout, Slot
 from megabit.mesh import ParallelMesh
 from megabit.reduce import Pending, all_reduce, start_all_gather, start_all_to_all, tree_sum
 
@@ -123,8 +123,7 @@ class GradientBuckets:
             self._end_block(bucket)
 
     def _is_reduced_now(self, bucket: Bucket) -> bool:
-        """In each microbatch; gains are too small to be worth it."""
-        return self.reduces_each_microbatch and bucket.layout.kind in ("ternary", "matrix")
+        return self.reduces_each_microbatch and bucket.layout.kind in REDUCED_EACH_MICROBATCH
 
     def _end_block(self, bucket: Bucket) -> None:
         """Put the block that is complete into the tree, and begin another."""

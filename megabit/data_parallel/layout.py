@@ -26,6 +26,9 @@ Kind = Literal["ternary", "matrix", "second use", "gain", "partial gain"]
 more, for its gradient only; gains, which do not decay; gains whose gradients are to be summed over
 TP first."""
 
+REDUCED_EACH_MICROBATCH: tuple[Kind, ...] = ("ternary", "matrix", "second use")
+"""What ``zero_stage`` 2 reduces in each microbatch; gains are too small to be worth it."""
+
 
 @dataclass(frozen=True)
 class Slot:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH
 from megabit.training.shapes import Held, RankShape
 from megabit_kernels.conversion import data_shape
 from megabit_kernels.dispatch import best_layout
@@ -101,7 +102,7 @@ def _sums(held: Held, shape: RankShape) -> int:
     part = held.part(shape.dp) * shape.wide_bytes
     if shape.dp == 1:
         return part
-    is_passed_on = shape.sums_travel_each_microbatch and held.kind in ("ternary", "matrix")
+    is_passed_on = shape.sums_travel_each_microbatch and held.kind in REDUCED_EACH_MICROBATCH
     whole = 0 if is_passed_on else shape.dp * part
     return whole + (part if shape.is_sharded else shape.dp * part)
 

@@ -43,6 +43,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from megabit.config import Config
+from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH
 from megabit.reduce import Purpose
 from megabit.training.shapes import Held, RankShape
 
@@ -217,7 +218,7 @@ def _gradients(shape: RankShape) -> Items:
     dp, wide = shape.dp, shape.wide_bytes
     for held in shape.parameters():
         part = held.part(dp)
-        is_often = shape.sums_travel_each_microbatch and held.kind in ("ternary", "matrix")
+        is_often = shape.sums_travel_each_microbatch and held.kind in REDUCED_EACH_MICROBATCH
         times = shape.microbatches if is_often else 1
         yield "dp", "weight gradients", times * (dp - 1) * part * shape.wire_bytes
         if not shape.is_sharded:  # all of them have all sums

@@ -1,8 +1,8 @@
 """The schedule is not part of the model: every one against one process and against 1F1B.
 
-Gradients of all schedules are added in the same order, so they have the same bits; only two things
-tell a pipeline from one process: a tied embedding's two gradients are added after the last
-microbatch, and not after each. In layout-exact training nothing does.
+All schedules add gradients in the same order, so to the same bits. One thing alone tells a pipeline
+from one process: a tied embedding's two gradients are added after the last microbatch, not after
+each. In layout-exact training nothing does.
 
 Layers do not divide over the stages, and some stages have none; feed-forward and vocabulary are in
 blocks of unequal width; masks differ between samples (``parity.uneven_batch``).
@@ -105,16 +105,6 @@ def assert_same_bits(own: Record, reference: Record, case: Case) -> None:
     assert compare(Layout(), own, reference).is_identical, case
 
 
-def assert_all_are_1f1b(cases: Sequence[Case], layout: Layout) -> None:
-    """Cases of all ``SCHEDULES``, which begin with 1F1B, with the same settings."""
-    records = train(cases, layout)
-    for i in range(0, len(cases), len(SCHEDULES)):
-        assert cases[i].schedule == ONE_F_ONE_B
-        for case, own in [*zip(cases, records, strict=True)][i : i + len(SCHEDULES)]:
-            assert_same_bits(own, records[i], case)
-    assert len({tuple(record.losses) for record in records}) == len(cases) // len(SCHEDULES)
-
-
 def at_degrees(fast: int) -> pytest.MarkDecorator:
     """Pipelines of 2 ranks, and of 3 and 4 in slow tests."""
     slow = [pytest.param(pp, marks=pytest.mark.slow) for pp in (3, 4)]
@@ -215,7 +205,7 @@ ALONE = [
 @pytest.mark.slow
 def test_each_setting_alone() -> None:
     """On three ranks, of one process."""
-    cases = [Case(schedule, 4, (*settings, UNTIED)) for settings in ALONE for schedule in SCHEDULES]
+    cases = [Case(schedule, 3, (*settings, UNTIED)) for settings in ALONE for schedule in SCHEDULES]
     for case, own in zip(cases, train(cases, Layout(pp=3)), strict=True):
         assert_same_bits(own, one_process(case.microbatches, *case.settings), case)
 
@@ -253,7 +243,12 @@ def test_with_other_axes(layout: Layout, settings: tuple[str, ...]) -> None:
     cases = [
         Case(schedule, 4, (*settings, tied)) for tied in (TIED, UNTIED) for schedule in SCHEDULES
     ]
-    assert_all_are_1f1b(cases, layout)
+    records = train(cases, layout)
+    for number, (case, own) in enumerate(zip(cases, records, strict=True)):
+        assert_same_bits(own, records[number - number % len(SCHEDULES)], case)
+        if EXACT in settings:
+            reference = one_process(case.microbatches * layout.dp, *case.settings)
+            assert_same_bits(own, reference, case)
 
 
 # When gradients leave

@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabit.pipeline.actions import (
     Backward,
@@ -68,12 +69,13 @@ def spread(layers: int, stages: int) -> list[int]:
 
 
 def any_schedule(seed: int, ranks: int, chunks: int, microbatches: int) -> Schedule:
-    """Any order that can be run, on any placement, with backward passes in one piece and in two."""
+    """Any order that can be run, on any placement, with backward passes in one piece and in two,
+    and with messages that are posted earlier or later."""
     rng = random.Random(seed)
     placement = random_placement(ranks, chunks, rng)
     split = random_schedule(placement, microbatches, is_fused=False, rng=rng)
     orders = [_fuse_some(split.computes(rank), rng) for rank in range(ranks)]
-    schedule = with_communication(Schedule(placement, microbatches, orders))
+    schedule = with_communication(Schedule(placement, microbatches, orders), lookahead=seed % 4)
     validate(schedule)
     return schedule
 
@@ -111,3 +113,33 @@ def watched(before: Look = lambda _: None, after: Look = lambda _: None) -> Iter
 
     with patch.object(_Run, "compute", watching):
         yield
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of backward passes by what is computed meanwhile.
+
+    Args:
+        tokens: of a microbatch; no weight has as many rows.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.now: Compute | None = None
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """By letters of the compute, and ``dX`` or ``dW``"""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, of = func.name().partition("::")[2], None
+        if name == "mm":  # of dense layers and the head; those inside ternary ones are not seen
+            of = "dX" if result.shape[0] == self.tokens else "dW"
+        elif "weight_gradient" in name or name == "embedding_dense_backward":
+            of = "dW"
+        elif "input_gradient" in name:
+            of = "dX"
+        if of is not None:
+            self.counts["outside" if self.now is None else self.now.letters, of] += 1
+        return result

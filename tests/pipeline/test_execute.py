@@ -5,7 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from unittest.mock import patch
@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabit.config import Config, load_config
 from megabit.launch import run_ranks
@@ -33,11 +32,12 @@ from megabit.pipeline.execute import PipelineResult, run_schedule
 from megabit.pipeline.layout import StageLayout, stage_layouts
 from megabit.pipeline.mailbox import Mailbox
 from megabit.pipeline.placement import Placement
-from megabit.pipeline.plan import StagePlan
+from megabit.pipeline.plan import plan_stages
 from megabit.tensor_parallel import ForwardPass, Noise, sharded_parameters
 from tests.pipeline.schedules import (
     SCHEDULES,
     Look,
+    Products,
     any_schedule,
     counts,
     spread,
@@ -113,7 +113,7 @@ class Rank:
 
     config: Config
     mesh: ParallelMesh
-    products: "Products" = field(default_factory=lambda: Products())
+    products: Products = field(default_factory=lambda: Products(B * S))
     now: Compute = field(default_factory=lambda: Forward(-1))
 
     @staticmethod
@@ -163,7 +163,8 @@ class Rank:
 
     def stages(self, placement: Placement) -> CausalLMStages:
         layouts = stage_layouts(spread(LAYERS, placement.num_stages))
-        plan = StagePlan(Schedule(placement, 1, []), layouts)
+        plan = plan_stages(self.config, dp=1)
+        plan = replace(plan, schedule=Schedule(placement, 1, []), layouts=layouts)
         return build_stages(self.config, self.mesh, plan)
 
     def gradient(self) -> Tensor:
@@ -176,31 +177,6 @@ class Rank:
     def end(self, action: Compute) -> None:
         assert self.now == action
         self.products.now = None
-
-
-class Products(TorchDispatchMode):
-    """Counts the products of backward passes by what is computed meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now: Compute | None = None
-        self.counts: Counter[tuple[str, str]] = Counter()
-        """By letters of the compute, and ``dX`` or ``dW``"""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name, of = func.name().partition("::")[2], None
-        if name == "mm":  # of dense layers and the head; those inside ternary ones are not seen
-            of = "dX" if result.shape[0] == B * S else "dW"
-        elif "weight_gradient" in name or name == "embedding_dense_backward":
-            of = "dW"
-        elif "input_gradient" in name:
-            of = "dX"
-        if of is not None:
-            self.counts["outside" if self.now is None else self.now.letters, of] += 1
-        return result
 
 
 @functools.cache
@@ -383,7 +359,7 @@ def test_sequence_parallel_stages_send_their_own_tokens_only() -> None:
         (["train.recompute=full"], {"dX": 7, "dW": 7}),
         (["model.linear=dense"], {"dX": 7, "dW": 7}),
     ],
-    ids=lambda value: value[0].split("=")[1] if isinstance(value, list) else "",
+    ids=["compute", "bfloat16", "int8", "selective", "full", "dense"],
 )
 def test_each_product_is_computed_once_and_in_its_phase(
     settings: list[str], of_layer: dict[str, int]
@@ -396,7 +372,7 @@ def test_each_product_is_computed_once_and_in_its_phase(
         rank = Rank.join(laid_out)
         found = []
         for schedule in schedules:
-            rank.products = Products()
+            rank.products = Products(B * S)
             rank.run(schedule, microbatches(alike(count)))
             found.append(rank.products.counts)
         return found
