@@ -184,7 +184,7 @@ def test_a_schedule_of_ones_own(run: Callable[[str], Done], tmp_path: Path) -> N
         ),
         ("--schedule no.py:f", "--schedule: no.py:f: there is no file {folder}/no.py"),
         ("--vpp 0", "--vpp: must be 1 or more, not 0"),
-        ("--vpp 1", "--vpp: interleaved needs 2 or more stages on each rank; with 1 it is 1f1b"),
+        ("--vpp 1", "--vpp: interleaved needs 2 or more stages on each rank; or use 1f1b"),
         (
             "--vpp 3 --schedule zb-v",
             "--vpp: is for interleaved; zb-v has 2 stages on each rank",

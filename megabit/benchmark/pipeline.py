@@ -1,7 +1,7 @@
 """Pipeline schedules on this machine: how fast they train, and whether the simulator is right.
 
 The same configuration runs with each schedule in turn, and once in one process, which speed is a
-ratio to. In each step the ranks' timelines are put together; what stages took in it, as medians of
+ratio to. In each step the ranks' timelines are put together; what stages took in it, as means of
 the microbatches, is given to the simulator, which should find the same bubble.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from megabit.benchmark.measure import WARMUP, random_batch
 from megabit.benchmark.run import TIMEOUT_S
-from megabit.config import SCHEDULE_CHUNKS, Config, ParallelConfig, find_problems
+from megabit.config import Config, ParallelConfig, find_problems
 from megabit.errors import UserError
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
@@ -33,9 +33,6 @@ from megabit.pipeline.simulate import Costs, peak_activations, simulate
 from megabit.pipeline.timeline import Timeline
 from megabit.training.step import TrainingState, train_step
 from megabit.training.timeline import gather_timeline
-
-INTERLEAVED_CHUNKS = 2
-"""Stages of a rank with the schedule ``interleaved``, where the configuration has one."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class ScheduleResult:
 
 
 @dataclass(frozen=True)
-class PipelineResult:
+class Comparison:
     """Of all schedules, by name."""
 
     one_process_tokens_per_s: float
@@ -65,17 +62,13 @@ class PipelineResult:
 
 
 def with_schedule(config: Config, name: str) -> Config:
-    """``config`` with that schedule, and as many stages on a rank as it needs.
+    """``config`` with that schedule, and as many stages on a rank as it has by default.
 
     Raises:
         UserError: it does not fit.
     """
-    chunks: int | None = config.parallel.vpp
-    if name in SCHEDULE_CHUNKS:
-        chunks = SCHEDULE_CHUNKS[name] or max(config.parallel.vpp, INTERLEAVED_CHUNKS)
-    assert chunks is not None
-    parallel = dataclasses.replace(config.parallel, schedule=name, vpp=chunks)
-    if chunks != config.parallel.vpp:
+    parallel = dataclasses.replace(config.parallel, schedule=name, vpp=None)
+    if parallel.chunks != config.parallel.chunks:
         parallel = dataclasses.replace(parallel, layers_per_stage=None)
     config = dataclasses.replace(config, parallel=parallel)
     problems = find_problems(config)
@@ -86,7 +79,7 @@ def with_schedule(config: Config, name: str) -> Config:
 
 def run(
     config: Config, names: Sequence[str], steps: int, report: Callable[[str], None]
-) -> PipelineResult:
+) -> Comparison:
     """Time ``steps`` steps with each schedule, in ranks of this host with one thread each.
 
     Args:
@@ -106,7 +99,7 @@ def run(
         report(name)
         run_steps = partial(_measure, with_schedule(config, name), steps)
         results[name] = run_ranks(run_steps, ranks, TIMEOUT_S)[0]
-    return PipelineResult(tokens / median(seconds), results)
+    return Comparison(tokens / median(seconds), results)
 
 
 def _time_steps(config: Config, steps: int) -> list[float]:

@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megabit.benchmark.pipeline import PipelineResult, run, with_schedule
+from megabit.benchmark.pipeline import Comparison, run, with_schedule
 from megabit.benchmark.tables import describe
 from megabit.config import SCHEDULE_CHUNKS, Config
 from megabit.errors import UserError
@@ -50,7 +50,7 @@ def _fitting(config: Config) -> list[str]:
     return fitting
 
 
-def _table(result: PipelineResult, steps: int) -> Table:
+def _table(result: Comparison, steps: int) -> Table:
     table = Table(
         title=f"Schedules, median of {counted(steps, 'step')}; one process: "
         f"{result.one_process_tokens_per_s:,.0f} tokens/s",

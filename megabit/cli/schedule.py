@@ -154,7 +154,7 @@ def schedule(
         console.print(line, style="bold", soft_wrap=True)
     for name, problem in left_out.items():
         console.print(f"Left out: {name}: {problem}", style="dim", soft_wrap=True)
-    console.print(LEGEND, style="dim", soft_wrap=True)
+    console.print(LEGEND, style="dim")
     _print_timelines(candidates, width, console)
     if actions:
         for candidate in candidates:
@@ -196,13 +196,14 @@ def _name_problems(names: Sequence[str], vpp: int | None) -> Iterator[str]:
             hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(SCHEDULE_CHUNKS)
             yield f"--schedule: unknown schedule {name!r}; {hint}"
     if vpp == 1 and ("interleaved" in names or not names):
-        yield "--vpp: interleaved needs 2 or more stages on each rank; with 1 it is 1f1b"
-    chunks = [SCHEDULE_CHUNKS[name] for name in known]
-    if vpp is not None and names and None not in chunks and len(known) == len(names):
+        yield "--vpp: interleaved needs 2 or more stages on each rank; or use 1f1b"
+    fixed = [name for name in known if name != "interleaved"]
+    if vpp is not None and names and len(fixed) == len(names):
         yield from (
-            f"--vpp: is for interleaved; {name} has {_counted(count, 'stage')} on each rank"
-            for name, count in zip(known, chunks, strict=True)
-            if count is not None and count != vpp
+            f"--vpp: is for interleaved; {name} has "
+            f"{_counted(SCHEDULE_CHUNKS[name], 'stage')} on each rank"
+            for name in fixed
+            if SCHEDULE_CHUNKS[name] != vpp
         )
 
 
@@ -233,7 +234,9 @@ def _schedules(
     problems: dict[str, list[str]] = {}
     for name in names or SCHEDULE_CHUNKS:
         # None is interleaved's; what isn't known is a function of the user's.
-        chunks = SCHEDULE_CHUNKS[name] or vpp or 2 if name in SCHEDULE_CHUNKS else vpp or 1
+        chunks = SCHEDULE_CHUNKS.get(name, 1)
+        if vpp is not None and (name == "interleaved" or name not in SCHEDULE_CHUNKS):
+            chunks = vpp
         try:
             made[name] = make_schedule(name, pp, microbatches, chunks)
         except UserError as error:
@@ -323,7 +326,7 @@ def _print_timelines(
         )
         return
     has_chunks = any(timeline.placement.chunks > 1 for timeline in timelines.values())
-    console.print(LABELS + (CHUNK_LABELS if has_chunks else ""), style="dim", soft_wrap=True)
+    console.print(LABELS + (CHUNK_LABELS if has_chunks else ""), style="dim")
     draw = timeline_colored if console.color_system else timeline_text
     for name, timeline in timelines.items():
         console.print(f"\n{name}")

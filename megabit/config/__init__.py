@@ -6,6 +6,7 @@ Nothing here imports torch, so that ``megabit config`` and ``--help`` answer at 
 
 from megabit.config.compose import load_config, to_yaml
 from megabit.config.schema import (
+    SCHEDULE_CHUNKS,
     Config,
     DataConfig,
     ModelConfig,
@@ -16,7 +17,7 @@ from megabit.config.schema import (
     TelemetryConfig,
     TrainConfig,
 )
-from megabit.config.validate import SCHEDULE_CHUNKS, find_problems, tree_blocks
+from megabit.config.validate import find_problems, tree_blocks
 
 __all__ = [
     "SCHEDULE_CHUNKS",

@@ -37,6 +37,19 @@ class ModelConfig:
         return self.hidden_size // self.num_attention_heads
 
 
+SCHEDULE_CHUNKS = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "zb-h1": 1,
+    "zb-v": 2,
+    "v-half": 2,
+    "v-min": 2,
+}
+"""The schedules that ``parallel.schedule`` knows, and how many stages a rank has in each; that of
+``interleaved`` may be more. ``pipeline.catalog`` makes them."""
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the model is laid over ranks. The data-parallel degree follows from the world size."""
@@ -45,9 +58,9 @@ class ParallelConfig:
     """Tensor-parallel degree: ranks that share each layer."""
     pp: int = 1
     """Pipeline-parallel degree: ranks that the layers are spread over."""
-    vpp: int = 1
-    """Stages that each pipeline rank has (Megatron's virtual pipeline size): 2 or more for the
-    schedule ``interleaved``, 2 for ``zb-v``, ``v-half`` and ``v-min``, else 1."""
+    vpp: int | None = None
+    """Stages that each pipeline rank has (Megatron's virtual pipeline size); default: what the
+    schedule needs. ``interleaved`` takes 2 or more."""
     sequence_parallel: bool = False
     """Split tokens over the TP ranks between the layers (norms, residuals); needs tp > 1."""
     schedule: str = "1f1b"
@@ -68,6 +81,11 @@ class ParallelConfig:
     exact: Literal["forward", "full"] = "forward"
     """What is bit-equal at every layout: the forward pass, or the whole training (slower; see
     docs/architecture.md)."""
+
+    @property
+    def chunks(self) -> int:
+        """Stages on each pipeline rank, v."""
+        return SCHEDULE_CHUNKS.get(self.schedule, 1) if self.vpp is None else self.vpp
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,7 @@ import math
 import os.path
 from collections.abc import Iterator
 
-from megabit.config.schema import Config, ParallelConfig
-
-SCHEDULE_CHUNKS = {
-    "gpipe": 1,
-    "1f1b": 1,
-    "interleaved": None,
-    "zb-h1": 1,
-    "zb-v": 2,
-    "v-half": 2,
-    "v-min": 2,
-}
-"""The schedules that ``parallel.schedule`` knows, and how many stages a rank has in each; None: 2
-or more. ``pipeline.catalog`` makes them."""
+from megabit.config.schema import SCHEDULE_CHUNKS, Config, ParallelConfig
 
 
 def find_problems(config: Config, world_size: int | None = None) -> list[str]:
@@ -71,7 +59,7 @@ def _not_positive(config: Config) -> Iterator[str]:
         "model.initializer_range": model.initializer_range,
         "parallel.tp": parallel.tp,
         "parallel.pp": parallel.pp,
-        "parallel.vpp": parallel.vpp,
+        "parallel.vpp": parallel.chunks,
         "parallel.bucket_mb": parallel.bucket_mb,
         "data.seq_length": data.seq_length,
         "data.prefetch": data.prefetch,
@@ -156,7 +144,7 @@ def _stages(config: Config) -> Iterator[str]:
     yield from problems
     if problems:
         return  # it is not known how many stages there should be
-    num_stages, counts = parallel.pp * parallel.vpp, parallel.layers_per_stage
+    num_stages, counts = parallel.pp * parallel.chunks, parallel.layers_per_stage
     stages = f"{num_stages} stages (parallel.pp · parallel.vpp)"
     if counts is None:
         if num_stages > layers:
@@ -192,15 +180,17 @@ def _schedule(parallel: ParallelConfig) -> Iterator[str]:
             "a function of your own is named like my_file.py:my_schedule"
         )
         return
-    chunks = SCHEDULE_CHUNKS[name]
-    if chunks is None:
-        if parallel.vpp < 2:
+    if name == "interleaved":
+        if parallel.chunks < 2:
             yield (
-                f"parallel.vpp: {name} needs 2 or more stages on each rank, not {parallel.vpp}; "
+                f"parallel.vpp: {name} needs 2 or more stages on each rank, not {parallel.chunks}; "
                 "or use 1f1b"
             )
-    elif parallel.vpp != chunks:
-        yield f"parallel.vpp: must be {chunks} for parallel.schedule={name}, not {parallel.vpp}"
+    elif parallel.chunks != SCHEDULE_CHUNKS[name]:
+        yield (
+            f"parallel.vpp: must be {SCHEDULE_CHUNKS[name]} for parallel.schedule={name}, not "
+            f"{parallel.chunks}; leave it out"
+        )
 
 
 def _world(config: Config, world_size: int) -> Iterator[str]:

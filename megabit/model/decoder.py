@@ -212,15 +212,15 @@ class CausalLMStages(nn.Module):
         return batch * length // ranks, self.hidden_size
 
     def chunk_of(self, name: str) -> int:
-        """The chunk in whose backward pass the parameter of that name gets its (last) gradient."""
+        """The chunk in whose backward pass the parameter of that name gets its gradient."""
         part = name.removeprefix("model.")
-        for chunk, layout in enumerate(self.layouts):
-            if part.startswith("layers."):
-                if int(part.split(".")[1]) in layout.layers:
-                    return chunk
-            elif layout.embedding if part.startswith("embed_tokens") else layout.head:
-                return chunk
-        return len(self.layouts) - 1  # the head's copy of a tied embedding
+        if part.startswith("layers."):
+            layer = int(part.split(".")[1])
+            return [layer in layout.layers for layout in self.layouts].index(True)
+        if part.startswith("embed_tokens") and self.layouts[0].embedding:
+            return 0
+        # Norm, head, the second use of a tied embedding, and its copy where the first is elsewhere.
+        return len(self.layouts) - 1
 
     def forward(
         self,

@@ -10,7 +10,7 @@ schedule ends even if each exchange blocks until all of its messages are over.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -76,30 +76,35 @@ class Mailbox:
             for message in exchange.receives
         ]
         messages = exchange.sends + exchange.receives
-        operations = [
-            dist.P2POp(
-                dist.isend if i < len(exchange.sends) else dist.irecv,
-                tensor,
-                self.pp.global_rank(message.peer),
-                self.pp.group,
-            )
-            for i, (message, tensor) in enumerate(zip(messages, tensors, strict=True))
-        ]
-        # NCCL wants a whole exchange at once. gloo posts one by one in any case; done here, it is
-        # known which one fails.
-        size = len(operations) if self.device.type == "cuda" else 1
-        works: list[dist.Work] = []
-        try:
-            for i in range(0, len(operations), size):
-                works += dist.batch_isend_irecv(operations[i : i + size])
-        except RuntimeError as error:
-            self._lost(messages[len(works)], error)
-        if len(works) < len(operations):  # NCCL has one for all
-            works = works * len(operations)
+        works = self._begin(messages, tensors, len(exchange.sends))
         transfers = [*map(_Transfer, messages, tensors, works)]
         self._leaving += transfers[: len(exchange.sends)]
         for transfer in transfers[len(exchange.sends) :]:
             self._arriving[transfer.message] = transfer
+
+    def _begin(
+        self, messages: Sequence[Message], tensors: Sequence[Tensor], num_sends: int
+    ) -> list[dist.Work]:
+        """Post the messages, sends first."""
+        calls = [dist.isend if i < num_sends else dist.irecv for i in range(len(messages))]
+        peers = [self.pp.global_rank(message.peer) for message in messages]
+        works: list[dist.Work] = []
+        try:
+            if self.device.type == "cuda" and messages:
+                posts = zip(calls, tensors, peers, strict=True)
+                works = dist.batch_isend_irecv(
+                    [dist.P2POp(call, tensor, peer, self.pp.group) for call, tensor, peer in posts]
+                )
+                # NCCL has one for all.
+                return works if len(works) == len(messages) else works * len(messages)
+            # gloo has no batches; torch would post one by one, too, and take twice as long for it.
+            for call, tensor, peer in zip(calls, tensors, peers, strict=True):
+                work = call(tensor, peer, self.pp.group)
+                assert work is not None
+                works.append(work)
+        except RuntimeError as error:
+            self._lost(messages[len(works)], error)
+        return works
 
     def take(self, message: Message) -> Tensor:
         """What ``message`` brings; blocks until it is there."""
@@ -125,7 +130,8 @@ class Mailbox:
             self._lost(transfer.message, error)
 
     def _lost(self, message: Message, error: RuntimeError) -> NoReturn:
-        reason = str(error).splitlines()[0]
+        # gloo begins with the place in its own source.
+        reason = str(error).splitlines()[0].rpartition("] ")[2]
         raise PeerLost(
             f"pipeline rank {self.pp.rank}: rank {message.peer} of the pipeline (world rank "
             f"{self.pp.global_rank(message.peer)}) does not answer; lost the {message.kind} of "

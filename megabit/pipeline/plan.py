@@ -55,7 +55,9 @@ def plan_stages(config: Config, dp: int, lookahead: int = LOOKAHEAD) -> StagePla
     """
     parallel, train = config.parallel, config.train
     microbatches = train.global_batch_size // train.micro_batch_size // dp
-    schedule = make_schedule(parallel.schedule, parallel.pp, microbatches, parallel.vpp, lookahead)
+    schedule = make_schedule(
+        parallel.schedule, parallel.pp, microbatches, parallel.chunks, lookahead
+    )
     costs = estimate_part_costs(config)
     counts = parallel.layers_per_stage or balance(
         schedule.placement, config.model.num_hidden_layers, costs

@@ -43,8 +43,8 @@ def stage_table(state: TrainingState) -> Table | None:
     peak = max(peak_activations(schedule))
     table = Table(
         title=f"Pipeline: {state.config.parallel.schedule}, {schedule.microbatches} microbatches",
-        caption=f"By {costs.source}: bubble {timeline.bubble:.1%} of the time computed; at most "
-        f"{peak:g} microbatches' activations on a rank",
+        caption=f"By {costs.source}: idle for {timeline.bubble:.1%} of the computing time; a rank "
+        f"keeps the activations of at most {peak:g} microbatches",
     )
     for heading in ("rank", "stage", "layers", "beside them"):
         table.add_column(heading)

@@ -81,12 +81,12 @@ class Layout:
                 layers = tuple(map(int, value.split("/")))
             elif key in (*degrees, "vpp") and value.isdigit() and int(value) > 0:
                 degrees[key] = int(value)
-            elif part in SCHEDULE_CHUNKS:
+            elif part in SCHEDULE_CHUNKS or ":" in part:
                 schedule = part
             else:
                 raise UserError(
                     f"layout {text!r}: cannot read {part!r}; write it like tp=2,pp=2,sp,layers=3/1 "
-                    "or pp=2,zb-v"
+                    f"or pp=2,zb-v; schedules: {', '.join(SCHEDULE_CHUNKS)}, my_file.py:function"
                 )
         vpp = degrees.pop("vpp", None)
         return Layout(
@@ -115,16 +115,16 @@ class Layout:
         Raises:
             UserError: the configured model does not fit it.
         """
-        schedule, vpp = self.schedule or config.parallel.schedule, config.parallel.vpp
+        schedule, vpp = config.parallel.schedule, self.vpp or config.parallel.vpp
         if self.schedule is not None:
-            vpp = self.vpp or SCHEDULE_CHUNKS[self.schedule] or 2
+            schedule, vpp = self.schedule, self.vpp
         elif self.pp == 1:
-            schedule, vpp = "1f1b", 1  # no pipeline, whatever is configured for those
+            schedule, vpp = "1f1b", None  # no pipeline, whatever is configured for those
         parallel = dataclasses.replace(
             config.parallel,
             tp=self.tp,
             pp=self.pp,
-            vpp=self.vpp or vpp,
+            vpp=vpp,
             schedule=schedule,
             sequence_parallel=self.sequence_parallel,
             layers_per_stage=None if self.layers_per_stage is None else [*self.layers_per_stage],

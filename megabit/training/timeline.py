@@ -89,7 +89,7 @@ def write_timeline(timeline: Timeline, folder: Path, step: int, schedule: str) -
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"step_{step:06}"
     name = f"step {step}, {schedule}"
-    figures = f"{timeline.duration * 1000:.1f} ms, bubble {timeline.bubble:.1%}"
+    figures = f"{timeline.duration * 1000:.1f} ms, bubble of this step {timeline.bubble:.1%}"
     text = f"{name}: {figures}\n{timeline_text(timeline, TEXT_WIDTH)}"
     write_text(stem.with_suffix(".txt"), text + "\n")
     write_text(stem.with_suffix(".json"), json.dumps(chrome_trace(timeline)))

@@ -133,7 +133,7 @@ def test_exact_training_is_that_of_one_process(pp: int) -> None:
 def test_every_schedule_at_every_number_of_microbatches(pp: int) -> None:
     """fp64: to 1e-9 of one process, in fact to rounding; and to the bit of 1F1B."""
     cases = [
-        Case(schedule, count, (FP64, tied))
+        Case(schedule, count, (FP64, tied, "train.recompute=full", "optim.clip_grad_norm=0.1"))
         for count in counts(pp)
         for tied in (TIED, UNTIED)
         for schedule in SCHEDULES

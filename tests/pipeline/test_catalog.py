@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megabit.config.validate import SCHEDULE_CHUNKS
+from megabit.config import SCHEDULE_CHUNKS
 from megabit.errors import UserError
 from megabit.pipeline.actions import Exchange, Forward
 from megabit.pipeline.catalog import (
@@ -74,7 +74,7 @@ def test_ours(name: str) -> None:
 def test_the_configuration_knows_the_same_names() -> None:
     assert SCHEDULE_CHUNKS.keys() == GENERATORS.keys()
     for name, chunks in SCHEDULE_CHUNKS.items():
-        make_schedule(name, 2, 2, chunks or 2)
+        make_schedule(name, 2, 2, chunks)
 
 
 def test_unknown_name() -> None:

@@ -80,7 +80,7 @@ def test_costs_are_positive_and_the_same_on_all_ranks() -> None:
             assert min(part.forward, part.input_gradient, part.weight_gradient) > 0
         counts = measured.parallel.layers_per_stage
         assert counts is not None
-        assert len(counts) == config.parallel.pp * config.parallel.vpp
+        assert len(counts) == config.parallel.pp * config.parallel.chunks
         assert sum(counts) == 4
         assert min(counts) >= 0
         assert measured == part_costs.with_layers(config, counts)
@@ -288,7 +288,7 @@ def test_a_run_shows_the_table_if_it_has_a_pipeline(corpus: CorpusInfo, tmp_path
     once = ("train.steps=1", FOUR_LAYERS)
     _, said = train(config_of(corpus, tmp_path / "pp2", *once, "parallel.pp=2", *V), 2)
     assert "Pipeline: zb-v, 4 microbatches" in said
-    assert "By estimate: bubble" in said
+    assert "By estimate: idle for" in said
     assert "embedding" in said
     _, said = train(config_of(corpus, tmp_path / "pp1", *once), 1)
     assert "Pipeline: " not in said
