@@ -4,7 +4,6 @@ A *stage* is a run of consecutive layers. A rank holds one of them or several, i
 a microbatch passes through the ranks more than once and a bubble is only as long as a chunk.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,11 +70,3 @@ class Placement:
             for rank, chunks in enumerate(self.stages)
             for chunk, stage in enumerate(chunks)
         }
-
-
-def by_stage(placement: Placement, values: Sequence[Sequence[float]]) -> list[float]:
-    """``values`` of each rank's chunks, in the order of the stages."""
-    return [
-        values[placement.rank_of(stage)][placement.chunk_of(stage)]
-        for stage in range(placement.num_stages)
-    ]

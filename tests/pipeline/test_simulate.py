@@ -3,7 +3,7 @@
 import pytest
 
 from megabit.pipeline.actions import Forward, InputGradient, Schedule, WeightGradient
-from megabit.pipeline.placement import Placement, by_stage
+from megabit.pipeline.placement import Placement
 from megabit.pipeline.schedules import forward_only
 from megabit.pipeline.simulate import Costs, Stuck, peak_activations, simulate
 from megabit.pipeline.timeline import Span
@@ -132,7 +132,7 @@ def test_the_slowest_rank_is_a_lower_bound(name: str) -> None:
     schedule = generate(name, 4, 8, 2)
     placement = schedule.placement
     # Rank 2 has two slow stages, whichever those are.
-    cost = by_stage(placement, [[1, 1], [1, 1], [3, 3], [1, 1]])
+    cost = [3 if placement.rank_of(stage) == 2 else 1 for stage in range(8)]
     timeline = simulate(schedule, Costs(cost, cost, cost))
     busy = sum(span.duration for span in timeline.ranks[2])
     assert busy == 8 * 2 * 9
