@@ -131,7 +131,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     )
     first, *lines = text.splitlines()
     # 2 · 2.5 s for 4 s of work.
-    assert first == "step 7, my.py:own: 2500.0 ms, bubble 25.0%"
+    assert first == "step 7, my.py:own: 2500.0 ms, bubble of this step 25.0%"
     assert [line.split()[:2] for line in lines] == [["rank", "0"], ["rank", "1"]]
     folder = tmp_path / "new" / "folder"
     assert {path.name for path in folder.iterdir()} == {

@@ -40,8 +40,18 @@ Owned = list[tuple[str, Piece, Tensor]]
 
 
 def tiny(*settings: str) -> Config:
-    """The tiny configuration with changes such as ``parallel.tp=2``."""
-    return load_config([*SETTINGS, *settings])
+    """The tiny configuration with changes such as ``parallel.tp=2``.
+
+    Unless told otherwise, every stage has a layer: balanced by cost, the head would be alone.
+    """
+    config = load_config([*SETTINGS, *settings])
+    parallel = config.parallel
+    if parallel.pp == 1 or parallel.layers_per_stage or parallel.balance == "measured":
+        return config
+    stages = parallel.pp * parallel.chunks
+    share, odd = divmod(config.model.num_hidden_layers, stages)
+    layers = [share + (stage < odd) for stage in range(stages)]
+    return load_config([*SETTINGS, *settings, f"parallel.layers_per_stage={layers}"])
 
 
 def make_mesh(config: Config) -> ParallelMesh:
