@@ -135,7 +135,7 @@ def test_every_schedule_at_every_number_of_microbatches(pp: int) -> None:
     cases = [
         Case(schedule, count, (FP64, tied, "train.recompute=full", "optim.clip_grad_norm=0.1"))
         for count in counts(pp)
-        for tied in (TIED, UNTIED)
+        for tied in ((TIED, UNTIED) if pp < 4 else (TIED,))  # the harder one, where ranks are many
         for schedule in SCHEDULES
     ]
     layout = Layout(pp=pp)
@@ -188,28 +188,6 @@ def test_other_settings(name: str) -> None:
         assert_same_bits(own, reference, case)
 
 
-ALONE = [
-    ("optim.clip_grad_norm=0",),
-    ("optim.clip_grad_norm=0.1",),
-    ("train.recompute=selective",),
-    ("train.recompute=full",),
-    ("train.hidden_dropout=0.1",),
-    ("precision.ternary_backward=int8",),
-    ("precision.ternary_backward=bfloat16",),
-    ("precision.compute=bfloat16",),
-    ("model.linear=dense",),
-    ("model.linear=dense", "train.recompute=full"),
-]
-
-
-@pytest.mark.slow
-def test_each_setting_alone() -> None:
-    """On three ranks, of one process."""
-    cases = [Case(schedule, 3, (*settings, UNTIED)) for settings in ALONE for schedule in SCHEDULES]
-    for case, own in zip(cases, train(cases, Layout(pp=3)), strict=True):
-        assert_same_bits(own, one_process(case.microbatches, *case.settings), case)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [(4,), (0, 4), (0, 0, 1), (2, 0, 1), (1, 2)], ids=str)
 def test_uneven_stages(layers: tuple[int, ...]) -> None:
@@ -229,7 +207,6 @@ def test_uneven_stages(layers: tuple[int, ...]) -> None:
     ("layout", "settings"),
     [
         (Layout(pp=2, tp=2), ()),
-        (Layout(pp=2, tp=2, sequence_parallel=True), ("train.recompute=full",)),
         (Layout(pp=2, tp=2, sequence_parallel=True), (EXACT,)),
         (Layout(pp=2, dp=2), ("optim.zero_stage=0",)),
         (Layout(pp=2, dp=2), ("optim.zero_stage=1", "precision.gradients=bfloat16")),
