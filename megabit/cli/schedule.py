@@ -233,7 +233,7 @@ def _schedules(
     made = {}
     problems: dict[str, list[str]] = {}
     for name in names or SCHEDULE_CHUNKS:
-        # None is interleaved's; what isn't known is a function of the user's.
+        # What isn't known is a function of the user's.
         chunks = SCHEDULE_CHUNKS.get(name, 1)
         if vpp is not None and (name == "interleaved" or name not in SCHEDULE_CHUNKS):
             chunks = vpp

@@ -24,14 +24,15 @@ def take_account(state: TrainingState, metrics: IntervalMetrics, steps: int) -> 
     expected_sent: defaultdict[str, float] = defaultdict(float)
     for is_skipped, count in ((False, steps - metrics.skipped), (True, metrics.skipped)):
         if count:
-            for key, total in total_traffic(state.config, world.size, is_skipped).items():
+            sent = total_traffic(state.config, world.size, state.plan, is_skipped)
+            for key, total in sent.items():
                 expected_sent[" ".join(key)] += count / steps * total / MB
     by_rank = all_gather(_own_memory(state).unsqueeze(0), world) / MIB
     off_by = (by_rank[:, 0] - by_rank[:, 1]).abs().sum(-1)
     rank = int((off_by if off_by.any() else by_rank[:, 0].sum(-1)).argmax())
     measured, expected = by_rank[rank].tolist()
-    megatron_sent = megatron_traffic(state.config, world.size)
-    megatron_memory = megatron_bytes(RankShape(state.config, world.size, rank))
+    megatron_sent = megatron_traffic(state.config, world.size, state.plan)
+    megatron_memory = megatron_bytes(RankShape(state.config, world.size, rank, state.plan))
     return Accounting(
         sent_by_purpose_mb=metrics.sent_by_purpose_mb,
         expected_sent_by_purpose_mb=dict(expected_sent),
@@ -54,7 +55,7 @@ def _own_memory(state: TrainingState) -> torch.Tensor:
     """Bytes that this rank keeps by kind, fp64 ``[2, kinds]``: measured and expected."""
     world, optimizer, device = state.mesh.world, state.optimizer, state.mesh.device
     measured = optimizer.nbytes()
-    shape = RankShape(state.config, world.size, world.rank)
+    shape = RankShape(state.config, world.size, world.rank, state.plan)
     expected = resident_bytes(shape, device, has_updated=optimizer.updates > 0)
     assert measured.keys() == expected.keys()
     rows = [[kinds[kind] for kind in KINDS] for kinds in (measured, expected)]

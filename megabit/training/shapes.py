@@ -7,7 +7,6 @@ noticed.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -15,7 +14,7 @@ from megabit.config import Config
 from megabit.data_parallel.layout import ALIGNMENT, CODES_PER_BYTE, Kind
 from megabit.model.kv_heads import HeadSplit
 from megabit.pipeline.layout import StageLayout
-from megabit.pipeline.plan import StagePlan, plan_stages
+from megabit.pipeline.plan import StagePlan
 from megabit.tensor_parallel import BlockPartition
 
 
@@ -54,6 +53,8 @@ class RankShape:
     config: Config
     world_size: int
     rank: int
+    plan: StagePlan
+    """Of the run; to make it anew takes as long as to prove its schedule."""
 
     @property
     def tp(self) -> int:
@@ -66,11 +67,6 @@ class RankShape:
     @property
     def dp(self) -> int:
         return self.world_size // (self.tp * self.pp)
-
-    @cached_property
-    def plan(self) -> StagePlan:
-        """Of the run."""
-        return plan_stages(self.config, self.dp)
 
     @property
     def pipeline_rank(self) -> int:

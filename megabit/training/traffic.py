@@ -44,6 +44,7 @@ from itertools import chain
 
 from megabit.config import Config
 from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH
+from megabit.pipeline.plan import StagePlan
 from megabit.reduce import Purpose
 from megabit.training.shapes import Held, RankShape
 
@@ -81,27 +82,29 @@ def step_traffic(shape: RankShape, is_skipped: bool = False) -> Sent:
     return total
 
 
-def total_traffic(config: Config, world_size: int, is_skipped: bool = False) -> Sent:
+def total_traffic(
+    config: Config, world_size: int, plan: StagePlan, is_skipped: bool = False
+) -> Sent:
     """What all ranks together send in a step."""
     tp = config.parallel.tp
     dp = world_size // (tp * config.parallel.pp)
     total: Sent = {}
     for stage in range(0, world_size, tp * dp):
         for rank in range(stage, stage + tp):  # of the first DP rank; others send the same
-            sent = step_traffic(RankShape(config, world_size, rank), is_skipped)
+            sent = step_traffic(RankShape(config, world_size, rank, plan), is_skipped)
             for key, num_bytes in sent.items():
                 total[key] = total.get(key, 0) + dp * num_bytes
     return total
 
 
-def megatron_traffic(config: Config, world_size: int) -> Sent:
+def megatron_traffic(config: Config, world_size: int, plan: StagePlan) -> Sent:
     """For comparison, what all ranks together would send over dp in Megatron-LM's distributed
     optimizer: gradients as ``precision.gradients``, and weights in bf16, 2 bytes for each."""
     tp = config.parallel.tp
     dp = world_size // (tp * config.parallel.pp)
     gradients = weights = 0.0
     for rank in range(world_size):
-        shape = RankShape(config, world_size, rank)
+        shape = RankShape(config, world_size, rank, plan)
         for held in shape.parameters():
             if held.kind != "second use":
                 gradients += ring(held.numel * shape.wire_bytes, dp)

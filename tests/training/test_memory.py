@@ -14,9 +14,8 @@ from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
 from megabit.tensor_parallel import ternary_layers
 from megabit.training.memory import KINDS, resident_bytes
-from megabit.training.shapes import RankShape
 from megabit.training.step import TrainingState, train_step
-from tests.training.tiny import own_batch, tiny
+from tests.training.tiny import own_batch, shape_of, tiny
 
 CPU = torch.device("cpu")
 # 52 columns and 301 rows fill neither tiles of codes nor multiples of 64.
@@ -79,7 +78,7 @@ def test_what_is_kept_is_what_the_formulas_say(layout: tuple[int, int, int]) -> 
     configs = [tiny(*SIZES, f"parallel.tp={tp}", f"parallel.pp={pp}", *s) for s in settings]
     for rank, kept in enumerate(run_steps(configs, tp, pp, dp)):
         for number, config in enumerate(configs):
-            expected = resident_bytes(RankShape(config, tp * pp * dp, rank), CPU)
+            expected = resident_bytes(shape_of(config, tp * pp * dp, rank), CPU)
             assert kept[number] == (expected, expected), (settings[number], rank)
 
 
@@ -116,7 +115,7 @@ def test_there_are_no_moments_before_the_first_update() -> None:
         master.weights.data.fill_(math.nan)
     state.optimizer.publish()
     assert train_step(state, own_batch(config, state.mesh, 0), 0).is_skipped
-    expected = resident_bytes(RankShape(config, 1, 0), CPU, has_updated=False)
+    expected = resident_bytes(shape_of(config, 1, 0), CPU, has_updated=False)
     assert state.optimizer.nbytes() == expected
     assert expected["moments"] == 0
 

@@ -13,11 +13,11 @@ import torch
 from megabit.config import Config, find_problems
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
+from megabit.pipeline.plan import plan_stages
 from megabit.tensor_parallel import row_sums
-from megabit.training.shapes import RankShape
 from megabit.training.step import TrainingState, train_step
 from megabit.training.traffic import Sent, step_traffic, total_traffic
-from tests.training.tiny import own_batch, tiny
+from tests.training.tiny import own_batch, shape_of, tiny
 
 # Ranks differ in their parts of 52 columns and 301 rows, and DP does not divide those.
 SIZES = (
@@ -149,18 +149,18 @@ def test_what_is_sent_is_what_the_formulas_say(layout: tuple[int, int, int]) -> 
         total: Sent = {}
         for rank, steps in enumerate(ranks):
             measured = steps[number].measured
-            expected = step_traffic(RankShape(config, len(ranks), rank))
+            expected = step_traffic(shape_of(config, len(ranks), rank))
             assert measured == expected, (settings[number], rank)
             for key, count in measured.items():
                 total[key] = total.get(key, 0) + count
-        assert total_traffic(config, len(ranks)) == total
+        assert total_traffic(config, len(ranks), plan_stages(config, dp)) == total
 
 
 def test_a_skipped_step_sends_no_weights() -> None:
     config = at(2, 1)
     for rank, (step,) in enumerate(run_steps([config], 2, 1, 2, poison=True)):
         assert step.grad_norm == math.inf
-        assert step.measured == step_traffic(RankShape(config, 4, rank), is_skipped=True)
+        assert step.measured == step_traffic(shape_of(config, 4, rank), is_skipped=True)
         assert not {purpose for _, purpose in step.measured} & {"weights", "scales"}
 
 
@@ -169,7 +169,7 @@ def test_an_overflow_is_counted_and_not_expected(monkeypatch: pytest.MonkeyPatch
     config = at(2, 1, "parallel.row_reduce=exact16")
     rows, tokens, hidden, microbatches = 2 * 2, 16, 32, 4
     for rank, (step,) in enumerate(run_steps([config], 2, 1, 1)):
-        expected = step_traffic(RankShape(config, 2, rank))
+        expected = step_traffic(shape_of(config, 2, rank))
         expected["tp", "activations"] += microbatches * rows * tokens * hidden * 4 / 2
         assert step.measured == expected
 
@@ -196,7 +196,7 @@ def test_one_layout_by_hand() -> None:
     """TP 2 × DP 2 without sequence parallelism, in the numbers of a reader with a pencil."""
     config = at(2, 1, "optim.zero_stage=1", "precision.compute=bfloat16")
     microbatches, tokens, hidden, heads, layers = 2, 16, 32, 4, 2
-    sent = step_traffic(RankShape(config, 4, 0))
+    sent = step_traffic(shape_of(config, 4, 0))
     assert sent["tp", "activations"] == microbatches * (
         tokens * hidden * 2  # all-reduce of the embedding's output in bf16: 2 · 1/2 · n
         + layers * 2 * tokens * hidden * 4  # o and down in int32
@@ -215,4 +215,4 @@ def test_one_layout_by_hand() -> None:
 
 
 def test_a_rank_alone_sends_nothing() -> None:
-    assert step_traffic(RankShape(at(1, 1), 1, 0)) == {}
+    assert step_traffic(shape_of(at(1, 1), 1, 0)) == {}

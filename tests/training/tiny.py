@@ -22,7 +22,9 @@ from megabit.data.batches import Batch
 from megabit.data.prepare import CorpusInfo, prepare_corpus
 from megabit.data_parallel import Piece, ZeroOptimizer
 from megabit.mesh import ParallelMesh
+from megabit.pipeline.plan import plan_stages
 from megabit.tensor_parallel import ternary_layers
+from megabit.training.shapes import RankShape
 from megabit.training.step import TrainingState
 
 # KV heads are fewer than query heads, so that tp=4 has to share them.
@@ -52,6 +54,12 @@ def tiny(*settings: str) -> Config:
     share, odd = divmod(config.model.num_hidden_layers, stages)
     layers = [share + (stage < odd) for stage in range(stages)]
     return load_config([*SETTINGS, *settings, f"parallel.layers_per_stage={layers}"])
+
+
+def shape_of(config: Config, world_size: int, rank: int) -> RankShape:
+    """A rank of a run, which would plan its stages so."""
+    dp = world_size // (config.parallel.tp * config.parallel.pp)
+    return RankShape(config, world_size, rank, plan_stages(config, dp))
 
 
 def make_mesh(config: Config) -> ParallelMesh:
