@@ -172,6 +172,25 @@ def _joined(axis: Axis, ranks: torch.Tensor, rank: int, timeout: timedelta) -> A
 
 
 @contextmanager
+def open_mesh(
+    tp: int,
+    pp: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    init_method: str = "env://",
+    timeout: timedelta = TIMEOUT,
+) -> Iterator[ParallelMesh]:
+    """The process group and the mesh over it, for the length of the block."""
+    with process_group(rank, world_size, device, init_method, timeout):
+        mesh = ParallelMesh.create(tp, pp, device, timeout)
+        try:
+            yield mesh
+        finally:
+            mesh.close()
+
+
+@contextmanager
 def process_group(
     rank: int,
     world_size: int,
@@ -179,7 +198,11 @@ def process_group(
     init_method: str = "env://",
     timeout: timedelta = TIMEOUT,
 ) -> Iterator[None]:
-    """torch's default process group for the length of the block; none for a world of one."""
+    """torch's default process group for the length of the block; none for a world of one.
+
+    A mesh that is made in the block must be closed in it, unless the process ends by ``os._exit``;
+    ``open_mesh`` sees to that.
+    """
     if world_size == 1:
         yield
         return

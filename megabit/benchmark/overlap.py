@@ -26,7 +26,7 @@ from megabit.benchmark.link import ADDRESSES, Link, two_hosts
 from megabit.config import Config, load_config
 from megabit.data.batches import Batch
 from megabit.errors import RunError, UserError
-from megabit.mesh import ParallelMesh, process_group
+from megabit.mesh import ParallelMesh, open_mesh
 from megabit.reduce import start_all_to_all
 from megabit.training.step import TrainingState, train_step
 
@@ -145,8 +145,8 @@ def _run_host(
     torch.set_num_threads(1)
     config = load_config(settings, world_size=2)
     address = f"tcp://{ADDRESSES[0]}:{PORT}"
-    with process_group(rank, 2, torch.device("cpu"), address, timedelta(minutes=5)):
-        mesh = ParallelMesh.create(1, 1, torch.device("cpu"))
+    cpu_device, timeout = torch.device("cpu"), timedelta(minutes=5)
+    with open_mesh(1, 1, rank, 2, cpu_device, address, timeout) as mesh:
         state = TrainingState.create(config, mesh)
         optimizer = state.optimizer
         steps, blocked, weights, cpu, alone, backwards = [], [], [], [], [], []

@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from contextlib import closing
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,7 +46,7 @@ def train(
 
     from rich.console import Console
 
-    from megabit.mesh import ParallelMesh, process_group
+    from megabit.mesh import open_mesh
     from megabit.training import trainer
     from megabit_kernels.allocator import keep_freed_memory
 
@@ -60,12 +59,8 @@ def train(
         warnings.filterwarnings("ignore", message="megabit_kernels has no native CPU kernels")
     device = _device(config, launch)
     timeout = timedelta(seconds=config.run.timeout_s)
-    with (
-        process_group(launch.rank, launch.world_size, device, timeout=timeout),
-        closing(
-            ParallelMesh.create(config.parallel.tp, config.parallel.pp, device, timeout)
-        ) as mesh,
-    ):
+    tp, pp = config.parallel.tp, config.parallel.pp
+    with open_mesh(tp, pp, launch.rank, launch.world_size, device, timeout=timeout) as mesh:
         _prepare(config, launch, mesh)
         finished = trainer.train(config, mesh, Console(quiet=not mesh.is_main))
     if not finished:
