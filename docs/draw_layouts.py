@@ -69,7 +69,7 @@ def train(world_size: int, settings: list[str]) -> list[float]:
                 f"train.steps={STEPS}",
                 "train.log_interval=1",
                 "train.eval_interval=0",
-                "train.save_interval=0",
+                "checkpoint.save_interval=0",
                 "run.sample_tokens=0",
                 "precision.compute=float32",
                 # The recipe's first steps are hot: one loss spike around step 22, at any layout.

@@ -51,7 +51,9 @@ def test_what_must_be_positive(key: str) -> None:
     [
         "train.seed",
         "train.eval_interval",
-        "train.save_interval",
+        "checkpoint.save_interval",
+        "checkpoint.keep_last",
+        "checkpoint.snapshot_interval",
         "optim.warmup_steps",
         "optim.clip_grad_norm",
         "run.sample_tokens",

@@ -24,12 +24,14 @@ ORDER = (
     {"benchmark"},
     {"training"},
     {"model"},
+    {"interop"},
     {"pipeline", "data_parallel", "checkpoint", "data", "telemetry", "launch"},
     {"tensor_parallel"},
     {"reduce"},
     {"mesh", "apex"},
     {"megabit_kernels"},
     {"config"},
+    {"files"},
     {"errors"},
 )
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}

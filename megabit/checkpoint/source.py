@@ -1,6 +1,6 @@
 """A model on disk, whatever its format: what importers, exporters and loaders ask of one.
 
-Names and shapes are those of logical tensors, and follow from the ``ModelConfig`` alone. A source is
+Names and shapes are those of logical tensors, and follow from the ``ModelConfig``. A source is
 read tensor by tensor, or slice by slice, and keeps none of it: who copies a model needs memory for
 one tensor, and a rank reads its own part only.
 """

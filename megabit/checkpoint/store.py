@@ -1,33 +1,47 @@
-"""Save and load checkpoints: one safetensors file for each rank, and one JSON file about them all.
+"""Save and load a run's checkpoints, all ranks together.
 
-    checkpoints/latest                      the name of the newest complete one
-    checkpoints/step_00000100/about.json    layout, step, config and whatever else the caller adds
-    checkpoints/step_00000100/rank_00000.safetensors
+``save`` copies this rank's tensors and returns; a thread writes the copy, hashes and syncs it. Once
+all ranks have agreed that theirs are on disk (``poll``, between two steps), a thread of the main
+rank writes the manifest, renames the folder and moves ``latest``. Threads send nothing: every
+collective is the training thread's. A save that fails is told, and changes nothing else.
 
-A checkpoint is written under a temporary name, synced, renamed, and only then called the latest, so
-a run that dies at any instant leaves the previous one in place. Nothing is unpickled.
+The parts that ranks write are disjoint and make up every logical tensor, so that any other layout
+can read them (``reader``). Nothing is unpickled.
 """
 
-import hashlib
-import json
-import os
+import secrets
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megabit.errors import RunError, UserError
+from megabit.checkpoint.folder import CheckpointFolder, Retention
+from megabit.checkpoint.manifest import ASSETS, MANIFEST, DamagedCheckpoint, Manifest
+from megabit.checkpoint.tensor_file import LazyTensor, write_tensors
+from megabit.checkpoint.verify import check_file, check_names, check_tensors
+from megabit.errors import UserError
+from megabit.files import FileInfo, describe_file, sync
 from megabit.mesh import ParallelMesh
-from megabit.reduce import all_gather, first_problem
+from megabit.reduce import all_gather, any_rank, broadcast, first_problem
 
-FORMAT = "megabit checkpoint"
-VERSION = 1
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a logical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the logical tensor."""
+    offset: tuple[int, ...]
+    """Where the part begins in it."""
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -35,213 +49,296 @@ class Checkpoint:
     """A complete checkpoint on disk."""
 
     path: Path
-    about: dict[str, Any]
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended."""
+
+    step: int
+    path: Path
+    problem: str | None
+    """Why it is not there; the previous one stands."""
+    bytes: int
+    """Of all ranks."""
+    blocked_s: float
+    """That the training thread has spent on it."""
+    total_s: float
+    """Until it was durable."""
+
+
+@dataclass
+class _Save:
+    """A save that was begun and not yet finished, on all ranks alike but for ``publishing``."""
+
+    manifest: Manifest
+    draft: Path
+    assets: Mapping[str, Path]
+    started: float
+    writing: Future[FileInfo]
+    blocked_s: float
+    bytes: int = 0
+    has_been_written: bool = False
+    """On all ranks, or one has failed to."""
+    publishing: Future[Path] | None = None
+    """On the main rank, once all have written."""
+    problem: str | None = None
+    is_told: bool = False
+    """Whether ``poll`` has said how it ended."""
 
     @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return int(self.about["step"])
+    def is_over(self) -> bool:
+        """As far as this rank knows."""
+        has_been_published = self.publishing is not None and self.publishing.done()
+        return self.has_been_written and (self.problem is not None or has_been_published)
 
 
 class CheckpointStore:
-    """The checkpoints of one run. On several hosts, ``folder`` must be one they share."""
+    """The checkpoints of one run. On several hosts, ``folder`` must be one they share.
 
-    def __init__(self, folder: Path, mesh: ParallelMesh) -> None:
-        self.folder = folder
+    Every method but ``close`` is collective over the whole mesh.
+    """
+
+    def __init__(
+        self, folder: Path, mesh: ParallelMesh, retention: Retention | None = None
+    ) -> None:
+        self.folder = CheckpointFolder(folder)
         self.mesh = mesh
+        self.durable_step = -1
+        """Of the newest checkpoint that this store has finished to save or has found."""
+        self._retention = retention or Retention()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._save: _Save | None = None
+        run = torch.tensor(secrets.randbits(32), device=mesh.device)
+        self._run = f"{int(broadcast(run, 0, mesh.world)):08x}"
+        self._attempts = count()
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
-        """Write a checkpoint of ``step``; collective over the whole mesh.
+    def save(
+        self, manifest: Manifest, parts: Sequence[Part], assets: Mapping[str, Path]
+    ) -> Saved | None:
+        """Begin to save; ``parts`` may change as soon as this returns.
+
+        Waits for a save that is still under way, and returns how that one ended.
 
         Args:
-            tensors: this rank's.
-            about: JSON values that every rank has alike.
+            manifest: without ``files``.
+            parts: this rank's, at most one of each tensor.
+            assets: small files that travel with the model, by name; the main rank copies them.
+        """
+        before = self.finish()
+        started = time.perf_counter()
+        tensors = [
+            LazyTensor.of(p.name, p.values.detach().to("cpu", copy=True).contiguous(), p.offset)
+            for p in parts
+        ]
+        # A name of its own: the draft of a save that failed may still be in removal.
+        draft = self.folder.draft(manifest.step, f"{self._run}-{next(self._attempts)}")
+        own_file = draft / rank_file(self.mesh.world.rank)
+        writing = self._thread.submit(_write, own_file, tensors)
+        self._save = _Save(
+            manifest,
+            draft,
+            assets,
+            started,
+            writing,
+            blocked_s=time.perf_counter() - started,
+        )
+        return before
+
+    def poll(self) -> Saved | None:
+        """Go on with what is under way, without waiting for the disk.
+
+        Returns how a save has ended, once. That it is durable only the main rank learns here.
+        """
+        save = self._save
+        if save is None or save.is_told:
+            return None
+        if not save.has_been_written:
+            if any_rank(not save.writing.done(), self.mesh.world, self.mesh.device):
+                return None
+            self._end_writing(save)
+        return self._tell(save) if save.is_over else None
+
+    def finish(self) -> Saved | None:
+        """Wait until nothing is under way; returns how it ended unless ``poll`` has told it."""
+        save, self._save = self._save, None
+        if save is None:
+            return None
+        started = time.perf_counter()
+        if not save.has_been_written:
+            self._end_writing(save)
+        if save.publishing is not None:
+            save.publishing.exception()  # waits
+        ended = None if save.is_told else self._tell(save)
+        save.problem = first_problem(save.problem, self.mesh.world, self.mesh.device)
+        if save.problem is None:
+            self.durable_step = save.manifest.step
+        if ended is None:
+            return None
+        blocked_s = ended.blocked_s + time.perf_counter() - started
+        return replace(ended, problem=save.problem, blocked_s=blocked_s)
+
+    def find(self, falls_back: bool, alert: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint, after a check of all of it; None if there is none.
+
+        Args:
+            falls_back: take the one before if it is damaged, and so on.
+            alert: told what is damaged, then.
 
         Raises:
-            RunError: on every rank, if any of them could not write; the previous checkpoint stands.
+            DamagedCheckpoint: it is not what was saved, or none is.
+            UserError: it is of another version, or hosts do not see the same one.
         """
-        final = self.folder / f"step_{step:08d}"
-        draft = final.with_name(final.name + ".tmp")
+        step = self._agree_on_step(self._latest_step)
+        while step >= 0:
+            try:
+                checkpoint = self._verified(step)
+            except DamagedCheckpoint as error:
+                if not falls_back:
+                    raise DamagedCheckpoint(
+                        *error.problems[:-1],
+                        f"{error.problems[-1]}; --auto-fallback goes on from the checkpoint before",
+                    ) from error
+                for problem in error.problems:
+                    alert(problem)
+                step = self._agree_on_step(partial(self._newest_before, step))
+                if step < 0:
+                    raise DamagedCheckpoint(
+                        f"{self.folder.path}: no checkpoint is in order; use another run.dir"
+                    ) from error
+            else:
+                self.durable_step = step
+                return checkpoint
+        return None
+
+    def clean(self) -> None:
+        """Remove what runs that died have left in the folder."""
+        if self.mesh.is_main:
+            self.folder.remove_drafts()
+        any_rank(False, self.mesh.world, self.mesh.device)  # no rank saves meanwhile
+
+    def close(self) -> None:
+        """Wait for this rank's thread; a save that is not finished may be lost."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _end_writing(self, save: _Save) -> None:
+        """Learn how all ranks' writing ended, and let the main rank publish."""
+        problem = None
         try:
-            self._together(f"{draft}: cannot create it", lambda: _new_folder(draft), main_only=True)
-            own = draft / self._rank_file()
-            self._together(f"{own}: cannot write it", lambda: _write_tensors(own, tensors))
-            header = {
-                "format": FORMAT,
-                "version": VERSION,
-                "step": step,
-                "layout": self._layout(),
-                "sha256": self._gather_digests(own),
-            }
-            self._together(
-                f"{final}: cannot complete it",
-                lambda: self._publish(draft, final, {**header, **about}),
-                main_only=True,
-            )
-        except RunError:
+            own = save.writing.result()
+        except (OSError, ValueError) as error:
+            own = FileInfo(0, "")
+            problem = f"{save.draft / rank_file(self.mesh.world.rank)}: cannot write it ({error})"
+        save.problem = first_problem(problem, self.mesh.world, self.mesh.device)
+        save.has_been_written = True
+        if save.problem is None:
+            files = self._gather(own)
+            save.bytes = sum(file.bytes for file in files.values())
             if self.mesh.is_main:
-                shutil.rmtree(draft, ignore_errors=True)
-            raise
-        return final
+                save.publishing = self._thread.submit(self._publish, save, files)
+        elif self.mesh.is_main:
+            self._thread.submit(shutil.rmtree, save.draft, ignore_errors=True)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None if there is none; collective over the mesh.
-
-        Raises:
-            UserError: what ``latest`` names is missing or is not a checkpoint of this version, or
-                hosts do not see the same one.
-        """
-        checkpoint: Checkpoint | None = None
-        problem: str | None = None
+    def _publish(self, save: _Save, files: Mapping[str, FileInfo]) -> Path:
+        """On the main rank's thread."""
         try:
-            checkpoint = self._read_latest()
+            for name, info in files.items():
+                path = save.draft / name
+                if not path.is_file() or path.stat().st_size != info.bytes:
+                    raise OSError(f"{path} is not here; run.dir must be on disks that hosts share")
+            copied = _copy_assets(save.assets, save.draft / ASSETS)
+            replace(save.manifest, files={**files, **copied}).write(save.draft)
+            return self.folder.publish(save.draft, save.manifest.step, self._retention)
+        except BaseException:
+            shutil.rmtree(save.draft, ignore_errors=True)
+            raise
+
+    def _tell(self, save: _Save) -> Saved:
+        """How ``save``, which is over, ended."""
+        save.is_told = True
+        path = self.folder.of_step(save.manifest.step)
+        error = None if save.publishing is None else save.publishing.exception()
+        if error is not None:
+            save.problem = f"{path}: cannot complete it ({error})"
+        total_s = time.perf_counter() - save.started
+        return Saved(save.manifest.step, path, save.problem, save.bytes, save.blocked_s, total_s)
+
+    def _gather(self, own: FileInfo) -> dict[str, FileInfo]:
+        """The files of all ranks."""
+        size = torch.tensor([[own.bytes]], device=self.mesh.device)
+        digest = torch.frombuffer(bytearray.fromhex(own.sha256), dtype=torch.uint8).unsqueeze(0)
+        sizes = all_gather(size, self.mesh.world).flatten().tolist()
+        digests = all_gather(digest.to(self.mesh.device), self.mesh.world).tolist()
+        infos = [FileInfo(b, bytes(d).hex()) for b, d in zip(sizes, digests, strict=True)]
+        return {rank_file(rank): info for rank, info in enumerate(infos)}
+
+    def _latest_step(self) -> int:
+        latest = self.folder.latest()
+        return -1 if latest is None else int(latest.name.removeprefix("step_"))
+
+    def _newest_before(self, step: int) -> int:
+        return next((older for older in self.folder.steps() if older < step), -1)
+
+    def _agree_on_step(self, look: Callable[[], int]) -> int:
+        """The step that ``look`` finds on this host, if it is the same on all."""
+        step, problem = -1, None
+        try:
+            step = look()
         except UserError as error:
             problem = str(error)
-        self._refuse(problem)
-        step = torch.tensor([-1 if checkpoint is None else checkpoint.step])
-        steps = all_gather(step.to(self.mesh.device), self.mesh.world)
-        if (steps != steps[0]).any():
-            raise UserError(
-                f"run.dir: hosts see different checkpoints in {self.folder}; "
-                "it must be a folder that all of them share"
-            )
-        return checkpoint
-
-    def check_layout(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint of another layout."""
-        saved, own = checkpoint.about.get("layout"), self._layout()
-        if saved != own:
-            raise UserError(
-                f"{checkpoint.path}: was saved at {_format_layout(saved)}, this run is at "
-                f"{_format_layout(own)}; resume at the same layout, or use another run.dir"
-            )
-
-    def load(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """This rank's tensors; collective over the whole mesh.
-
-        Raises:
-            UserError: on every rank, if the layout is not the one that wrote it, or any rank's file
-                is missing or damaged.
-        """
-        self.check_layout(checkpoint)
-        tensors: dict[str, Tensor] = {}
-        problem: str | None = None
-        path = checkpoint.path / self._rank_file()
-        try:
-            if _sha256(path).hex() != checkpoint.about["sha256"][self.mesh.world.rank]:
-                raise ValueError("it is not what was saved: its checksum differs")
-            tensors = load_file(path, device=str(self.mesh.device))
-        except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
-            problem = (
-                f"{path}: cannot read it ({error}); "
-                f"put the name of a complete checkpoint into {self.folder / 'latest'}"
-            )
-        self._refuse(problem)
-        return tensors
-
-    def _read_latest(self) -> Checkpoint | None:
-        pointer = self.folder / "latest"
-        try:
-            name = pointer.read_text(encoding="utf-8").strip()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        path = self.folder / name / "about.json"
-        try:
-            about = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path}: cannot read it ({error}); "
-                f"put the name of a complete checkpoint into {pointer}"
-            ) from error
-        ours = isinstance(about, dict) and about.get("format") == FORMAT
-        if not ours or about.get("version") != VERSION or not isinstance(about.get("step"), int):
-            raise UserError(
-                f"{path}: is not a {FORMAT} of version {VERSION}; "
-                f"put the name of a complete checkpoint into {pointer}"
-            )
-        return Checkpoint(path.parent, about)
-
-    def _refuse(self, problem: str | None) -> None:
-        """Raise on every rank what went wrong on any."""
         problem = first_problem(problem, self.mesh.world, self.mesh.device)
         if problem is not None:
             raise UserError(problem)
-
-    def _gather_digests(self, own_file: Path) -> list[str]:
-        """SHA-256 of every rank's file."""
-        own = torch.frombuffer(bytearray(_sha256(own_file)), dtype=torch.uint8)
-        digests = all_gather(own.unsqueeze(0).to(self.mesh.device), self.mesh.world)
-        return [bytes(digest).hex() for digest in digests.tolist()]
-
-    def _publish(self, draft: Path, final: Path, about: Mapping[str, Any]) -> None:
-        files = len(list(draft.glob("rank_*.safetensors")))
-        if files != self.mesh.world.size:
-            raise OSError(
-                f"has the files of {files} of {self.mesh.world.size} ranks; "
-                "run.dir must be a folder that all hosts share"
+        steps = all_gather(torch.tensor([step], device=self.mesh.device), self.mesh.world)
+        if (steps != steps[0]).any():
+            raise UserError(
+                f"run.dir: hosts see different checkpoints in {self.folder.path}; "
+                "it must be a folder that all of them share"
             )
-        _write_text(draft / "about.json", json.dumps(about, indent=2) + "\n")
-        _sync(draft)
-        if final.exists():  # this step was saved before, by a run that then went on from earlier
-            shutil.rmtree(final)
-        draft.rename(final)
-        pointer = self.folder / "latest.tmp"
-        _write_text(pointer, final.name + "\n")
-        pointer.replace(self.folder / "latest")
-        _sync(self.folder)
+        return step
 
-    def _together(self, what: str, action: Callable[[], object], main_only: bool = False) -> None:
-        """Run ``action`` on every rank (or the main one) and fail on all if it fails on any."""
-        problem: str | None = None
-        if self.mesh.is_main or not main_only:
-            try:
-                action()
-            except (OSError, SafetensorError) as error:
-                problem = f"{what} ({error})"
-        problem = first_problem(problem, self.mesh.world, self.mesh.device)
+    def _verified(self, step: int) -> Checkpoint:
+        """The checkpoint of ``step``, every file of it hashed by one of the ranks."""
+        path, world = self.folder.of_step(step), self.mesh.world
+        manifest: Manifest | None = None
+        problem, is_damaged = None, False
+        try:
+            manifest = Manifest.read(path)
+            if manifest.step != step:
+                raise DamagedCheckpoint(f"{path / MANIFEST}: is of step {manifest.step}")
+            check_names(path, manifest)
+            for name, expected in list(manifest.files.items())[world.rank :: world.size]:
+                check_file(path, name, expected)
+            if self.mesh.is_main:
+                check_tensors(path, manifest)
+        except UserError as error:
+            problem, is_damaged = str(error), isinstance(error, DamagedCheckpoint)
+        is_damaged = any_rank(is_damaged, world, self.mesh.device)
+        problem = first_problem(problem, world, self.mesh.device)
         if problem is not None:
-            raise RunError(problem)
-
-    def _rank_file(self) -> str:
-        return _rank_file(self.mesh.world.rank)
-
-    def _layout(self) -> dict[str, int]:
-        return {"tp": self.mesh.tp.size, "pp": self.mesh.pp.size, "dp": self.mesh.dp.size}
+            raise (DamagedCheckpoint if is_damaged else UserError)(*problem.splitlines())
+        assert manifest is not None
+        return Checkpoint(path, manifest)
 
 
-def _rank_file(rank: int) -> str:
+def rank_file(rank: int) -> str:
+    """Name of the file with a rank's parts."""
     return f"rank_{rank:05d}.safetensors"
 
 
-def _format_layout(layout: Any) -> str:
-    if not isinstance(layout, dict):
-        return "an unknown layout"
-    return " × ".join(f"{axis}={size}" for axis, size in layout.items())
+def _write(path: Path, tensors: Sequence[LazyTensor]) -> FileInfo:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_tensors(path, tensors)
 
 
-def _sha256(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
-def _new_folder(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-    _sync(path)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _copy_assets(assets: Mapping[str, Path], folder: Path) -> dict[str, FileInfo]:
+    """By path in the checkpoint."""
+    if not assets:
+        return {}
+    folder.mkdir()
+    for name, source in assets.items():
+        shutil.copyfile(source, folder / name)
+        sync(folder / name)
+    sync(folder)
+    return {f"{ASSETS}/{name}": describe_file(folder / name) for name in assets}

@@ -336,9 +336,9 @@ def _print_timelines(
 def _write(
     candidates: Sequence[Candidate], png: Path | None, trace: Path | None, title: str
 ) -> None:
+    from megabit.files import write_text
     from megabit.pipeline.draw import draw_timelines
     from megabit.pipeline.trace import chrome_trace
-    from megabit.training.report import write_text
 
     try:
         if png is not None:

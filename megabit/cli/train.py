@@ -24,16 +24,24 @@ def train(
         int | None,
         typer.Option(help="Start so many ranks on this host, by torchrun's launcher.", min=1),
     ] = None,
+    auto_fallback: Annotated[
+        bool,
+        typer.Option(
+            "--auto-fallback",
+            help="If the newest checkpoint is damaged, go on from the one before: "
+            "checkpoint.auto_fallback=true.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model, evaluate it on held-out text, print a sample and draw the loss curve.
 
-    Goes on from the newest checkpoint in run.dir, if there is one. For several hosts start it under
+    Goes on from the newest checkpoint in run.dir, if there is one, whatever layout wrote it. For several hosts start it under
     torchrun instead of giving --nproc-per-node; see examples/two_nodes.sh.
 
     Example: megabit train examples/model/tiny.yaml examples/parallel/tp2_pp2.yaml
     data.text=my_texts/ --nproc-per-node 4
     """
-    settings = settings or []
+    settings = [*(settings or []), *["checkpoint.auto_fallback=true"] * auto_fallback]
     if nproc_per_node is not None:
         if Launch.is_present():
             raise UserError("--nproc-per-node: a launcher has started this process already")

@@ -4,9 +4,10 @@ arguments (``compose``) and checked as a whole before any process group exists (
 Nothing here imports torch, so that ``megabit config`` and ``--help`` answer at once.
 """
 
-from megabit.config.compose import load_config, to_yaml
+from megabit.config.compose import config_from_tree, load_config, to_yaml
 from megabit.config.schema import (
     SCHEDULE_CHUNKS,
+    CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -21,6 +22,7 @@ from megabit.config.validate import find_problems, tree_blocks
 
 __all__ = [
     "SCHEDULE_CHUNKS",
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "RunConfig",
     "TelemetryConfig",
     "TrainConfig",
+    "config_from_tree",
     "find_problems",
     "load_config",
     "to_yaml",

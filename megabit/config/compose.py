@@ -51,6 +51,27 @@ def load_config(arguments: Sequence[str], world_size: int | None = None) -> Conf
     return config
 
 
+def config_from_tree(tree: Mapping[str, Any], origin: str) -> Config:
+    """The checked ``Config`` that ``tree`` stands for, such as a JSON object; what it leaves out
+    has its default.
+
+    Args:
+        origin: of the tree, for messages.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    target = _unset_tree()
+    found = [_set(target, setting) for setting in _leaves(tree, prefix="")]
+    problems = [problem for problem in found if problem is not None]
+    config = OmegaConf.to_object(target)
+    assert isinstance(config, Config)
+    problems = problems or find_problems(config)
+    if problems:
+        raise UserError(*(f"{origin}: {problem}" for problem in problems))
+    return config
+
+
 def to_yaml(config: Config) -> str:
     """The resolved tree as YAML; ``load_config`` of it gives the same ``Config``."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

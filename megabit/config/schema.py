@@ -136,8 +136,6 @@ class TrainConfig:
     """Steps between held-out evaluations; 0: only at the end."""
     eval_samples: int = 64
     """Samples of an evaluation during training; the final one always uses every token."""
-    save_interval: int = 0
-    """Steps between checkpoints; 0: only at the end and when stopped."""
     hidden_dropout: float = 0.0
     """Share of the embedding's and of each attention and feed-forward layer's outputs that is
     zeroed in training."""
@@ -171,6 +169,25 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved in ``run.dir``, when, and what is kept. Any layout can load it."""
+
+    save_interval: int = 0
+    """Steps between checkpoints; 0: only at the end and when stopped."""
+    asynchronous: bool = True
+    """Train on while a copy of the weights is written."""
+    keep_last: int = 0
+    """So many of the newest checkpoints are kept; 0: all."""
+    keep_every: int = 0
+    """Of older ones, those whose step is a multiple of this are kept, too."""
+    snapshot_interval: int = 0
+    """Steps between snapshots of codes and scales only: for evaluation and serving, a sixteenth of
+    the size of the master weights. They cannot resume a run. 0: none."""
+    auto_fallback: bool = False
+    """Go on from the checkpoint before if the newest one is damaged (``--auto-fallback``)."""
+
+
+@dataclass(frozen=True)
 class TelemetryConfig:
     """What is recorded beside the metrics."""
 
@@ -185,6 +202,9 @@ class RunConfig:
 
     dir: str = "runs/default"
     """Folder of checkpoints, config, metrics, curve and summary."""
+    init_from: str | None = None
+    """Begin with the weights of this model and a new optimizer: a checkpoint of megabit's, or a
+    folder of Hugging Face's (BitNet with master weights, or a dense LLaMA-style model)."""
     resume: bool = True
     """Go on from the newest checkpoint in ``dir``; with false, a used folder is refused."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -208,5 +228,6 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     run: RunConfig = field(default_factory=RunConfig)

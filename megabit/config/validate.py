@@ -23,6 +23,7 @@ def find_problems(config: Config, world_size: int | None = None) -> list[str]:
         *_parallel(config, world_size),
         *_train(config),
         *_optim(config),
+        *_checkpoint(config),
         *_exact(config, world_size),
     ]
 
@@ -76,7 +77,10 @@ def _not_positive(config: Config) -> Iterator[str]:
     non_negative = {
         "train.seed": train.seed,
         "train.eval_interval": train.eval_interval,
-        "train.save_interval": train.save_interval,
+        "checkpoint.save_interval": config.checkpoint.save_interval,
+        "checkpoint.keep_last": config.checkpoint.keep_last,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
+        "checkpoint.snapshot_interval": config.checkpoint.snapshot_interval,
         "optim.warmup_steps": config.optim.warmup_steps,
         "optim.clip_grad_norm": config.optim.clip_grad_norm,
         "run.sample_tokens": config.run.sample_tokens,
@@ -278,6 +282,14 @@ def _optim(config: Config) -> Iterator[str]:
         yield f"optim.eps: must be greater than 0, not {optim.eps}"
     if len(optim.lr) == 2 and not 0 <= optim.min_lr <= min(optim.lr):
         yield f"optim.min_lr: must lie between 0 and the smallest of optim.lr={optim.lr}"
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_every and not checkpoint.keep_last:
+        yield "checkpoint.keep_every: has no effect while checkpoint.keep_last=0 keeps all"
+    if checkpoint.snapshot_interval and config.model.linear != "ternary":
+        yield "checkpoint.snapshot_interval: holds ternary codes, which model.linear=dense has not"
 
 
 def _exact(config: Config, world_size: int | None) -> Iterator[str]:

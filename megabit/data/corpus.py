@@ -1,6 +1,5 @@
 """A prepared corpus: a folder with two token files, a tokenizer, and a manifest that binds them."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from tokenizers import Tokenizer
 from megabit.data.indexed import IndexedDataset
 from megabit.data.tokenizer import load_tokenizer
 from megabit.errors import UserError
+from megabit.files import FileInfo, describe_file
 
 T = TypeVar("T")
 
@@ -37,14 +37,6 @@ class SplitInfo:
     """Ids, with the ``END_OF_TEXT`` of each document."""
     bytes: int
     """UTF-8 bytes of the text: what bits per byte are counted over."""
-
-
-@dataclass(frozen=True)
-class FileInfo:
-    """What a file must be."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -162,16 +154,6 @@ def write_manifest(corpus: CorpusInfo, made_from: Mapping[str, Any]) -> None:
     text = json.dumps(manifest, indent=2, ensure_ascii=False)
     # A document may be named after a file whose name is not Unicode; "\udc80" is JSON for that.
     (corpus.dir / MANIFEST).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-
-
-def describe_file(path: Path) -> FileInfo:
-    """Size and SHA-256 of a file."""
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileInfo(bytes=file.tell(), sha256=digest)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read it ({error.strerror})") from error
 
 
 def _open(prefix: Path, split: SplitInfo) -> IndexedDataset:

@@ -28,6 +28,7 @@ from megabit.data.sources import Document, source_digest
 from megabit.data.split import corpus_documents, hash_key, held_out_mask
 from megabit.data.tokenizer import encode_documents, train_tokenizer
 from megabit.errors import UserError
+from megabit.files import describe_file
 
 __all__ = ["CorpusInfo", "SplitInfo", "check_vocab", "load_corpus", "prepare_corpus"]
 
@@ -241,7 +242,7 @@ def _build(
         train=split(False),
         held_out=split(True),
         held_out_names=tuple(held_out_names),
-        files={name: files.describe_file(folder / name) for name in files.DATA_FILES},
+        files={name: describe_file(folder / name) for name in files.DATA_FILES},
     )
 
 

@@ -70,13 +70,16 @@ class Master:
         """Which parts are held."""
         return range(self.first_part, self.first_part + len(self.weights))
 
-    def held(self, slot: Slot, of: Tensor, owned: bool = False) -> Iterator[tuple[range, Tensor]]:
+    def held(
+        self, slot: Slot, of: Tensor, owned: bool = False, parts: range | None = None
+    ) -> Iterator[tuple[range, Tensor]]:
         """(local rows, their view ``[rows, k]`` in ``of [held parts, part]``) for each part.
 
         Args:
             owned: only rows that this rank counts where replicas over TP are counted once.
+            parts: some of those that are held; default: all.
         """
-        for index, part in enumerate(self.parts):
+        for part in self.parts if parts is None else parts:
             rows = slot.owned_rows_of(part) if owned else slot.rows_of(part)
             if rows:
-                yield rows, slot.rows_in(of, index, rows, part)
+                yield rows, slot.rows_in(of, part - self.first_part, rows, part)

@@ -174,8 +174,10 @@ class ZeroOptimizer:
         sharded. Views: writing to them changes the optimizer (then ``publish``).
 
         Args:
-            owned: only what this rank counts where TP ranks and stages hold the same.
+            owned: only what this rank counts where others hold the same: over all ranks, every
+                element once.
         """
+        own = range(self.mesh.dp.rank, self.mesh.dp.rank + 1) if owned else None
         for master in self.masters:
             state = self.adam.state.get(master.weights, {})
             kept = {"master": master.weights.detach()}
@@ -186,7 +188,7 @@ class ZeroOptimizer:
                 if self.tied is not None and slot.parameter is self.tied[1]:
                     continue
                 shape = slot.parameter.shape[1:]
-                views = {key: [*master.held(slot, x, owned)] for key, x in kept.items()}
+                views = {key: [*master.held(slot, x, owned, own)] for key, x in kept.items()}
                 for i, (rows, _) in enumerate(views["master"]):
                     tensors = {key: v[i][1].view(-1, *shape) for key, v in views.items()}
                     yield Piece(slot.name, slot.parameter.shard, rows, tensors)

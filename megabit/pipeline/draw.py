@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from megabit.files import replacing
 from megabit.pipeline.actions import Backward, Compute, Forward, InputGradient, WeightGradient
 from megabit.pipeline.simulate import peak_activations
 from megabit.pipeline.timeline import Timeline
@@ -198,12 +199,8 @@ def draw_timelines(
     axes.tick_params(axis="x", labelbottom=True, length=3)
     axes.set_xlabel(f"time ({unit})" if unit else "time", fontsize=10 * grown)
 
-    draft = path.with_name(path.name + ".tmp")
-    try:
+    with replacing(path) as draft:
         figure.savefig(draft, format="png", dpi=130)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _draw_panel(axes: "Axes", timeline: Timeline, points: float) -> None:

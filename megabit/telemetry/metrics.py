@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megabit.errors import UserError
+from megabit.files import write_text
 from megabit.telemetry.accounting import Accounting
 
 
@@ -144,7 +145,7 @@ class MetricsLog:
             self.console.print(table)
         values = {"step": step, **asdict(accounting)}
         if self._path is not None:
-            _replace(self._path.with_name("accounting.json"), json.dumps(values, indent=2) + "\n")
+            write_text(self._path.with_name("accounting.json"), json.dumps(values, indent=2) + "\n")
         if self._wandb is not None:
             self._wandb.log({"accounting": values}, step=step)
 
@@ -191,11 +192,4 @@ def _keep_until(path: Path, step: int, is_finished: bool) -> None:
         if row["step"] < step
         or (row["step"] == step and not (is_finished and "held_out_loss" in row))
     ]
-    _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write ``text`` so that the file is either the old one or the new one."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))

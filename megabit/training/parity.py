@@ -414,8 +414,6 @@ def _first_logits(state: TrainingState, batch: Batch) -> Tensor | None:
 def _owned(state: TrainingState, kinds: dict[str, str]) -> _Owned:
     """What this rank alone reports of the optimizer's ``kinds``, which map to prefixes of names."""
     owned: _Owned = {}
-    if state.mesh.dp.rank and not state.optimizer.is_sharded:
-        return owned  # DP ranks hold the same
     for piece in state.optimizer.pieces(owned=True):
         for kind, prefix in kinds.items():
             part = piece.shard, piece.index, piece.tensors[kind].clone()

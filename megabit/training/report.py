@@ -1,7 +1,8 @@
-"""What a finished run leaves for people: the loss curve as a picture, the summary as JSON."""
+"""What a finished run leaves for people: the loss curve as a picture."""
 
 from pathlib import Path
 
+from megabit.files import replacing
 from megabit.telemetry.metrics import read_metrics
 
 
@@ -26,11 +27,5 @@ def draw_curve(metrics_path: Path, png: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    figure.savefig(png, dpi=130)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` so that the file is either whole or not there."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    with replacing(png) as draft:
+        figure.savefig(draft, format="png", dpi=130)

@@ -1,115 +1,138 @@
-"""What a checkpoint of a training run holds, and how a run goes on from one."""
+"""What a checkpoint of a training run holds, and how a run goes on from one, at any layout.
 
-from collections.abc import Iterator
+Saved are master weights and moments, as parts of logical tensors, the step, and the settings. Codes
+and scales are derived from the masters when a run goes on; the learning rate follows from the step,
+the data's order from the seed and the samples consumed, and dropout and stochastic rounding from
+the seed and the step: there is no other state, and no generator whose state would have to be kept.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megabit.checkpoint import Checkpoint, CheckpointStore
+from megabit.checkpoint import MASTER_KINDS, Checkpoint, Manifest, Part, TensorReader
+from megabit.config import Config
 from megabit.errors import UserError
+from megabit.reduce import first_problem
 from megabit.training.step import TrainingState
 
 
-def save(state: TrainingState, store: CheckpointStore, step: int, corpus_fingerprint: str) -> None:
-    """Write this rank's master weights and moments after ``step`` steps; collective over the mesh.
+def manifest_of(state: TrainingState, step: int, corpus_fingerprint: str) -> Manifest:
+    """Of a training checkpoint after ``step`` steps."""
+    config, mesh = state.config, state.mesh
+    return Manifest(
+        kind="training",
+        step=step,
+        updates=state.optimizer.updates,
+        model=config.model,
+        max_length=config.data.seq_length,
+        run={
+            "config": dataclasses.asdict(config),
+            "corpus": corpus_fingerprint,
+            "consumed_samples": step * config.train.global_batch_size,
+            "layout": {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size},
+        },
+    )
 
-    Codes and scales are derived from the weights, and the data order from the step: neither is
-    saved.
-    """
-    about = {
-        "config": config_identity(state),
-        "corpus": corpus_fingerprint,
-        "updates": state.optimizer.updates,
-    }
-    store.save(step, dict(_tensors(state)), about)
+
+def training_parts(state: TrainingState) -> list[Part]:
+    """What this rank saves: over all ranks, every element of masters and moments once."""
+    return [
+        Part(
+            f"{kind}/{piece.name}",
+            piece.shard.shape,
+            tuple(part.start for part in piece.index),
+            piece.tensors[kind],
+        )
+        for piece in state.optimizer.pieces(owned=True)
+        for kind in MASTER_KINDS
+        if kind in piece.tensors
+    ]
 
 
-@torch.no_grad()
-def restore(
-    state: TrainingState, store: CheckpointStore, checkpoint: Checkpoint, corpus_fingerprint: str
-) -> int:
-    """Load ``checkpoint`` into ``state``; returns the number of steps done.
+def check_resumable(config: Config, checkpoint: Checkpoint, corpus_fingerprint: str) -> None:
+    """Refuse a checkpoint that belongs to another run.
 
     Raises:
-        UserError: it belongs to another model, batch size, corpus or layout.
+        UserError: it has another model, batch size, corpus or seed, or is further than this run
+            is to go, each on a line of its own.
     """
-    store.check_layout(checkpoint)
-    about = checkpoint.about
-    saved, own = about.get("config"), config_identity(state)
-    if not isinstance(saved, dict):
-        raise UserError(f"{checkpoint.path}: is damaged (no config)")
+    path, manifest = checkpoint.path, checkpoint.manifest
+    if manifest.kind != "training":
+        raise UserError(
+            f"{path}: holds codes and scales only, which cannot resume a run; "
+            "use a training checkpoint"
+        )
+    saved = _flat(manifest.run.get("config"))
+    own = _flat(dataclasses.asdict(config))
     problems = [
-        f"{key}: the run in {checkpoint.path} has {saved.get(key)!r}, not {value!r}; "
+        f"{key}: the run in {path} has {saved.get(key)!r}, not {own[key]!r}; "
         "resume with the same, or use another run.dir"
-        for key, value in own.items()
-        if saved.get(key) != value
+        for key in own
+        if _is_identity(key) and saved.get(key) != own[key]
     ]
-    if about.get("corpus") != corpus_fingerprint:
+    if manifest.run.get("corpus") != corpus_fingerprint:
         problems.append(
-            f"data.dir: {state.config.data.dir} is not the corpus that {checkpoint.path} was "
-            "trained on; prepare that one again, or use another run.dir"
+            f"data.dir: {config.data.dir} is not the corpus that {path} was trained on; "
+            "prepare that one again, or use another run.dir"
+        )
+    if manifest.step > config.train.steps:
+        problems.append(
+            f"train.steps: {config.train.steps} is less than the {manifest.step} steps that the "
+            f"run in {path} has done; use at least as many, or another run.dir"
         )
     if problems:
         raise UserError(*problems)
-    updates = about.get("updates")
-    if not isinstance(updates, int) or not 0 <= updates <= checkpoint.step:
-        raise UserError(f"{checkpoint.path}: is damaged (it says {updates!r} updates)")
-    tensors = store.load(checkpoint)
-    state.optimizer.begin_restore(updates)
-    _fill(state, tensors, checkpoint)
-    state.optimizer.publish()
-    return checkpoint.step
 
 
-def layers_per_stage(checkpoint: Checkpoint) -> list[int]:
-    """Of the run that wrote ``checkpoint``; ``restore`` finds out whether they can be right."""
-    config = checkpoint.about.get("config")
-    counts = config.get("parallel.layers_per_stage") if isinstance(config, dict) else None
-    if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
-        raise UserError(f"{checkpoint.path}: is damaged (no layers_per_stage)")
-    return counts
+@torch.no_grad()
+def restore(state: TrainingState, checkpoint: Checkpoint) -> int:
+    """Load a checkpoint that was verified; returns the number of steps done. Collective.
 
-
-def config_identity(state: TrainingState) -> dict[str, Any]:
-    """The settings that may not change within a run: what the weights and the data order mean.
-
-    Others may: a run goes on with another learning rate or number of steps if told so.
+    Each rank reads its own slices, whatever the layout that wrote them.
     """
-    config = state.config
-    model = {f"model.{key}": value for key, value in vars(config.model).items()}
-    return {
-        **model,
-        "parallel.layers_per_stage": state.plan.layers_per_stage,
-        "parallel.schedule, stages of each rank": [
-            list(stages) for stages in state.plan.schedule.placement.stages
-        ],
-        "precision.compute": config.precision.compute,
-        "optim.zero_stage": "1 or 2" if state.optimizer.is_sharded else "0, or DP 1",
-        "data.seq_length": config.data.seq_length,
-        "parallel.exact": config.parallel.exact,
-        "train.global_batch_size": config.train.global_batch_size,
-        "train.seed": config.train.seed,
-    }
+    optimizer, mesh = state.optimizer, state.mesh
+    optimizer.begin_restore(checkpoint.manifest.updates)
+    problem = None
+    try:
+        with TensorReader(checkpoint.path) as reader:
+            for piece in optimizer.pieces():
+                for kind in MASTER_KINDS:
+                    if kind in piece.tensors:
+                        reader.read_into(piece.tensors[kind], f"{kind}/{piece.name}", piece.index)
+    except UserError as error:
+        problem = str(error)
+    problem = first_problem(problem, mesh.world, mesh.device)
+    if problem is not None:
+        raise UserError(problem)
+    optimizer.publish()
+    return checkpoint.manifest.step
 
 
-def _fill(state: TrainingState, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
-    for name, target in _tensors(state):
-        source = tensors.pop(name, None)
-        if source is None or source.shape != target.shape or source.dtype != target.dtype:
-            found = "missing" if source is None else f"{source.dtype} {tuple(source.shape)}"
-            raise UserError(
-                f"{checkpoint.path}: {name} is {found}, "
-                f"this run needs {target.dtype} {tuple(target.shape)}"
-            )
-        target.copy_(source)
-    if tensors:
-        raise UserError(f"{checkpoint.path}: holds unknown tensors: {', '.join(sorted(tensors))}")
+def _is_identity(key: str) -> bool:
+    """Whether a setting may not change within a run: what the weights and the data order mean.
+
+    Others may: a run goes on at another layout, or with another learning rate if told so.
+    """
+    return key.startswith("model.") or key in (
+        "precision.compute",
+        "data.seq_length",
+        "parallel.exact",
+        "train.global_batch_size",
+        "train.seed",
+    )
 
 
-def _tensors(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
-    """By ``kind/logical name/first local row``."""
-    for piece in state.optimizer.pieces():
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
-            if kind in piece.tensors:
-                yield f"{kind}/{piece.name}/{piece.rows.start}", piece.tensors[kind]
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Settings by their dotted keys."""
+
+    def leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(node, Mapping):
+            for name, value in node.items():
+                yield from leaves(value, f"{key}.{name}" if key else str(name))
+        else:
+            yield key, node
+
+    return dict(leaves(tree, prefix))

@@ -8,6 +8,7 @@ from time import perf_counter
 
 import torch
 
+from megabit.files import write_text
 from megabit.mesh import Axis
 from megabit.pipeline.actions import Backward, Compute, Forward, InputGradient, WeightGradient
 from megabit.pipeline.draw import draw_timelines, timeline_text
@@ -15,7 +16,6 @@ from megabit.pipeline.placement import Placement
 from megabit.pipeline.timeline import Span, Timeline
 from megabit.pipeline.trace import chrome_trace
 from megabit.reduce import all_gather, all_reduce
-from megabit.training.report import write_text
 
 KINDS: tuple[type[Compute], ...] = (Forward, Backward, InputGradient, WeightGradient)
 ROUNDS = 5

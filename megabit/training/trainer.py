@@ -14,10 +14,11 @@ from rich.console import Console
 from megabit.checkpoint import CheckpointStore
 from megabit.config import Config, to_yaml
 from megabit.data.batches import BatchSource, Prefetcher
-from megabit.data.corpus import CorpusInfo, check_vocab, load_corpus
+from megabit.data.corpus import TOKENIZER, CorpusInfo, check_vocab, load_corpus
 from megabit.data.sampler import HeldOutWindows, TrainingSampler
 from megabit.data.tokenizer import END_OF_TEXT
 from megabit.errors import RunError, UserError
+from megabit.files import write_text
 from megabit.mesh import ParallelMesh
 from megabit.model import num_parameters
 from megabit.reduce import any_rank, first_problem, is_same
@@ -27,9 +28,9 @@ from megabit.training.accounting import largest_peak_mib, take_account
 from megabit.training.describe import describe, stage_table
 from megabit.training.evaluate import Evaluation, evaluate
 from megabit.training.interval import Interval
-from megabit.training.part_costs import with_layers
-from megabit.training.report import draw_curve, write_text
+from megabit.training.report import draw_curve
 from megabit.training.sample import sample_text
+from megabit.training.saver import Saver, retention_of
 from megabit.training.step import StepReport, TrainingState, train_step
 from megabit.training.stop import StopSignal
 from megabit.training.timeline import gather_timeline, write_timeline
@@ -69,6 +70,10 @@ class RunFiles:
         return self.folder / "checkpoints"
 
     @property
+    def snapshots(self) -> Path:
+        return self.folder / "snapshots"
+
+    @property
     def timeline(self) -> Path:
         return self.folder / "timeline"
 
@@ -97,26 +102,22 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         end_of_text,
     )
     files = RunFiles(Path(config.run.dir))
-    store = CheckpointStore(files.checkpoints, mesh)
-    checkpoint = store.latest()
+    store = CheckpointStore(files.checkpoints, mesh, retention_of(config))
+    snapshots = CheckpointStore(files.snapshots, mesh, retention_of(config))
+    checkpoint = store.find(
+        config.checkpoint.auto_fallback,
+        lambda problem: console.print(f"ALERT {problem}", highlight=False, soft_wrap=True),
+    )
     is_used = checkpoint is not None or files.metrics.exists()
     # Agreed before the main rank writes there: else a late rank would find the folder used.
     if any_rank(is_used, mesh.world, mesh.device) and not config.run.resume:
         raise UserError(
             f"run.dir: {files.folder} holds a run already; use another folder, or run.resume=true"
         )
-    if checkpoint is not None and checkpoint.step > config.train.steps:
-        raise UserError(
-            f"train.steps: {config.train.steps} is less than the {checkpoint.step} steps that the "
-            f"run in {files.folder} has done; use at least as many, or another run.dir"
-        )
-    if checkpoint is not None and config.parallel.balance == "measured":
-        # The run keeps its stages, whatever a measurement would say now.
-        config = with_layers(config, resume.layers_per_stage(checkpoint))
-    state = TrainingState.create(config, mesh)
-    step = 0
     if checkpoint is not None:
-        step = resume.restore(state, store, checkpoint, corpus.fingerprint)
+        resume.check_resumable(config, checkpoint, corpus.fingerprint)
+    state = TrainingState.create(config, mesh)
+    step = 0 if checkpoint is None else resume.restore(state, checkpoint)
     log = _open_log(state.config, mesh, files, step, console)
     for line in describe(state, corpus, step):
         console.print(line, highlight=False, soft_wrap=True)
@@ -124,10 +125,13 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
     if table is not None:
         console.print(table)
 
-    trainer = Trainer(state, corpus, windows, store, log, files)
-    with log:
+    assets = {TOKENIZER: corpus.tokenizer_path}
+    saver = Saver(state, store, snapshots, corpus, assets, log.say)
+    trainer = Trainer(state, corpus, windows, saver, log, files)
+    with log, saver:
         step = trainer.run(sampler, step)
         if step < config.train.steps:
+            saver.require(step)
             log.say(
                 f"Stopped after step {step}, saved in {files.checkpoints}. "
                 "To go on, give the same command again."
@@ -136,6 +140,7 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         log.say("Evaluating on all held-out text")
         result = trainer.evaluate(step)
     conclude(state, corpus, result, files, console)
+    saver.require(step)
     return True
 
 
@@ -192,7 +197,7 @@ class Trainer:
     state: TrainingState
     corpus: CorpusInfo
     windows: HeldOutWindows
-    store: CheckpointStore
+    saver: Saver
     log: MetricsLog
     files: RunFiles
 
@@ -207,7 +212,7 @@ class Trainer:
             source, step * batch_size, batch_size, self.state.config.data.prefetch
         )
         interval = Interval(self.state)
-        saved, skips = step, 0
+        skips = 0
         try:
             with StopSignal(mesh.world, mesh.device) as stop:
                 while step < config.steps and not stop.agreed():
@@ -226,14 +231,10 @@ class Trainer:
                         interval = Interval(self.state)
                     if _is_due(step, config.eval_interval) and step < config.steps:
                         self.evaluate(step, config.eval_samples)
-                    if _is_due(step, config.save_interval):
-                        self.save(step)
-                        saved = step
-                if step > saved:
-                    self.save(step)
+                    self.saver.after_step(step)
+                self.saver.conclude(step)
         except TooManySkips:
-            if step > saved:  # the weights are still good
-                self.save(step)
+            self.saver.conclude(step)  # the weights are still good
             raise
         finally:
             prefetcher.close()
@@ -266,10 +267,6 @@ class Trainer:
             name = self.state.config.parallel.schedule
             self.log.say(write_timeline(timeline, self.files.timeline, step, name))
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint after ``step`` steps."""
-        resume.save(self.state, self.store, step, self.corpus.fingerprint)
-
 
 def conclude(
     state: TrainingState,
@@ -298,6 +295,29 @@ def conclude(
     peak_memory_mib = largest_peak_mib(mesh)
     if not mesh.is_main:
         return
+    try:
+        _write_results(state, result, sample, peak_memory_mib, files)
+    except OSError as error:
+        raise RunError(
+            f"{files.folder}: cannot write the curve and the summary ({error})"
+        ) from error
+    console.print(
+        f"Held-out bits per byte: {result.bits_per_byte:.4f}\n"
+        f"Curve: {files.curve}\nSummary: {files.summary}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _write_results(
+    state: TrainingState,
+    result: Evaluation,
+    sample: str | None,
+    peak_memory_mib: float,
+    files: RunFiles,
+) -> None:
+    """The curve and the summary."""
+    config, mesh = state.config, state.mesh
     layout = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
     title = " × ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
     draw_curve(files.metrics, files.curve, f"{config.model.linear}, {title}")
@@ -312,12 +332,6 @@ def conclude(
         "sample": sample,
     }
     write_text(files.summary, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    console.print(
-        f"Held-out bits per byte: {result.bits_per_byte:.4f}\n"
-        f"Curve: {files.curve}\nSummary: {files.summary}",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import Tensor
 
+from megabit.checkpoint import TensorReader
 from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.errors import UserError
@@ -72,23 +72,19 @@ def refused(config: Config, world_size: int) -> str:
     return ranks[0][0]  # the only rank that prints
 
 
-def checkpoint(folder: Path, step: int) -> dict[str, dict[str, Tensor]]:
-    """All tensors of a checkpoint by rank file."""
-    files = sorted((folder / "checkpoints" / f"step_{step:08d}").glob("*.safetensors"))
-    return {path.name: load_file(path) for path in files}
+def checkpoint(folder: Path, step: int) -> dict[str, Tensor]:
+    """Masters and moments of a checkpoint, whole."""
+    with TensorReader(folder / "checkpoints" / f"step_{step:08d}") as reader:
+        return {name: reader.read(name) for name in reader.tensors}
 
 
-def assert_same_tensors(
-    ranks: dict[str, dict[str, Tensor]], others: dict[str, dict[str, Tensor]]
-) -> None:
+def assert_same_tensors(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> None:
     """Of two checkpoints, which hold masters and moments."""
-    assert ranks.keys() == others.keys()
-    for name, tensors in ranks.items():
-        assert tensors.keys() == others[name].keys()
-        assert any(key.startswith("exp_avg_sq/") for key in tensors)
-        assert any(key.startswith("master/") for key in tensors)
-        for key, tensor in tensors.items():
-            assert torch.equal(tensor, others[name][key]), key
+    assert tensors.keys() == others.keys()
+    assert any(name.startswith("exp_avg_sq/") for name in tensors)
+    assert any(name.startswith("master/") for name in tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, others[name]), name
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

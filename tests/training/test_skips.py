@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from megabit.checkpoint import Manifest
 from megabit.data.corpus import CorpusInfo
 from megabit.launch import run_ranks
 from megabit.training import trainer
@@ -21,7 +22,6 @@ from tests.training.runs import (
     assert_same_tensors,
     checkpoint,
     config_of,
-    refused,
     rows,
     train,
     train_here,
@@ -87,7 +87,7 @@ def test_too_many_skips_end_a_run_with_one_line_and_a_checkpoint(
     corpus: CorpusInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = 5  # the last of those to be saved before the end is step 10
-    settings = (f"train.steps={good + 2 * MAX_SKIPS}", f"train.save_interval={good}")
+    settings = (f"train.steps={good + 2 * MAX_SKIPS}", f"checkpoint.save_interval={good}")
     config = config_of(corpus, tmp_path, *settings)
     last = good + MAX_SKIPS  # of the steps, from 1 on
 
@@ -113,8 +113,7 @@ def test_too_many_skips_end_a_run_with_one_line_and_a_checkpoint(
     assert finished
     assert f"Resuming after step {last - 1}" in said
     before, after = checkpoint(tmp_path, good), checkpoint(tmp_path, good + 2 * MAX_SKIPS)
-    for name, tensors in after.items():
-        assert any(not torch.equal(tensor, before[name][key]) for key, tensor in tensors.items())
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
 def test_a_resumed_run_ends_in_the_same_bits_at_every_zero_stage(
@@ -147,8 +146,8 @@ def test_a_resumed_run_ends_in_the_same_bits_at_every_zero_stage(
         assert rows(straight) == rows(stopped)
         assert [row.get("skipped") for row in rows(straight)] == [0, 0, 1, 0, 1, 0, None]
         assert_same_tensors(checkpoint(straight, 6), checkpoint(stopped, 6))
-        about = json.loads((stopped / "checkpoints" / "step_00000003" / "about.json").read_text())
-        assert (about["step"], about["updates"]) == (3, 2)
+        manifest = Manifest.read(stopped / "checkpoints" / "step_00000003")
+        assert (manifest.step, manifest.updates) == (3, 2)
 
 
 def test_stages_0_and_1_are_the_same_run(corpus: CorpusInfo, tmp_path: Path) -> None:
@@ -166,24 +165,19 @@ def test_stages_0_and_1_are_the_same_run(corpus: CorpusInfo, tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize(("saved", "wanted"), [(0, 1), (1, 0), (2, 0)])
-def test_another_kind_of_sharding_is_refused(
+@pytest.mark.parametrize(("saved", "wanted"), [(0, 1), (1, 2), (2, 0)])
+def test_a_run_goes_on_at_another_zero_stage(
     corpus: CorpusInfo, tmp_path: Path, saved: int, wanted: int
 ) -> None:
-    train(config_of(corpus, tmp_path, ZERO_STAGES[saved]), 2)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    message = refused(config_of(corpus, tmp_path, ZERO_STAGES[wanted]), 2)
-    kinds = ["0, or DP 1", "1 or 2", "1 or 2"]
-    assert message.startswith(f"optim.zero_stage: the run in {tmp_path}")
-    assert f"has {kinds[saved]!r}, not {kinds[wanted]!r}; resume with the same" in message
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_stage_2_goes_on_from_stage_1(corpus: CorpusInfo, tmp_path: Path) -> None:
-    """They keep the same: stage 2 differs in when gradients are added up only."""
-    config = config_of(corpus, tmp_path, ZERO_STAGES[1])
+    """Who keeps what changes; the masters and moments are the same bits."""
+    straight, changing = tmp_path / "straight", tmp_path / "changing"
+    # fp32 gradients of one microbatch on each rank: no stage adds up in another order.
+    one = ("train.global_batch_size=4",)
+    train(config_of(corpus, straight, ZERO_STAGES[saved], *one), 2)
+    config = config_of(corpus, changing, ZERO_STAGES[saved], *one)
     finished, _ = train(config, 2, lambda: AtStep(3, signal.SIGTERM))
     assert not finished
-    finished, said = train(config_of(corpus, tmp_path, ZERO_STAGES[2]), 2)
+    finished, said = train(config_of(corpus, changing, ZERO_STAGES[wanted], *one), 2)
     assert finished
     assert "Resuming after step 3" in said
+    assert_same_tensors(checkpoint(changing, 6), checkpoint(straight, 6))

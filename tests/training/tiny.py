@@ -91,10 +91,7 @@ def own_batch(config: Config, mesh: ParallelMesh, step: int) -> Batch:
 
 
 def owned(optimizer: ZeroOptimizer, kind: str = "master") -> Owned:
-    """What the calling rank counts of the optimizer's ``kind`` of tensors; nothing on all DP ranks
-    but the first where they hold the same."""
-    if optimizer.mesh.dp.rank and not optimizer.is_sharded:
-        return []
+    """What the calling rank counts of the optimizer's ``kind`` of tensors."""
     pieces = optimizer.pieces(owned=True)
     return [(piece.name, piece, piece.tensors[kind].clone()) for piece in pieces]
 

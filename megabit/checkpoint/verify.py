@@ -1,0 +1,176 @@
+"""Is a checkpoint what was saved, and does it hold what its model needs?"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from megabit.checkpoint.manifest import (
+    ASSETS,
+    MANIFEST,
+    DamagedCheckpoint,
+    Kind,
+    Manifest,
+)
+from megabit.checkpoint.reader import TensorReader
+from megabit.checkpoint.source import logical_tensors
+from megabit.config import ModelConfig
+from megabit.errors import UserError
+from megabit.files import FileInfo, describe_file
+
+MASTER_KINDS = ("master", "exp_avg", "exp_avg_sq")
+"""What a training checkpoint has of each logical tensor: ``kind/name``."""
+CODES, SCALE = "codes", "scale"
+"""What a ternary checkpoint has of a ternary weight: ``name.codes`` and ``name.scale``."""
+
+
+def expected_tensors(
+    kind: Kind, model: ModelConfig, has_moments: bool = True
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what a checkpoint of ``model`` holds."""
+    tensors = logical_tensors(model)
+    if kind == "training":
+        kinds = MASTER_KINDS if has_moments else MASTER_KINDS[:1]
+        return {f"{k}/{name}": tensor.shape for name, tensor in tensors.items() for k in kinds}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_ternary:
+            rows, columns = tensor.shape
+            shapes[f"{name}.{CODES}"] = (rows, -(-columns // 4))
+            shapes[f"{name}.{SCALE}"] = ()
+        else:
+            shapes[name] = tensor.shape
+    return shapes
+
+
+def check_names(folder: Path, manifest: Manifest) -> None:
+    """Refuse a folder that lacks a file or holds one that the manifest does not list."""
+    found = {
+        path.relative_to(folder).as_posix()
+        for base in (folder, folder / ASSETS)
+        if base.is_dir()
+        for path in base.iterdir()
+        if path != folder / ASSETS or not path.is_dir()
+    }
+    problems = [f"{folder / name}: is missing" for name in sorted({*manifest.files} - found)]
+    problems += [
+        f"{folder / name}: is not part of the checkpoint"
+        for name in sorted(found - {*manifest.files, MANIFEST})
+    ]
+    if problems:
+        raise DamagedCheckpoint(*problems)
+
+
+def check_file(folder: Path, name: str, expected: FileInfo) -> None:
+    """Refuse a file that is not the one that was saved; reads all of it."""
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            raise DamagedCheckpoint(f"{path}: has {size} bytes, but {expected.bytes} were saved")
+        found = describe_file(path)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path}: cannot read it ({error.strerror})") from error
+    except DamagedCheckpoint:
+        raise
+    except UserError as error:
+        raise DamagedCheckpoint(*error.problems) from error
+    if found != expected:
+        raise DamagedCheckpoint(f"{path}: is not what was saved: its SHA-256 differs")
+
+
+def check_tensors(folder: Path, manifest: Manifest) -> None:
+    """Refuse tensors that are not those of the model, or whose parts do not make them up; reads
+    the headers of files only."""
+    with TensorReader(folder) as reader:
+        if manifest.model.num_hidden_layers > len(reader.tensors):  # before they are listed
+            raise DamagedCheckpoint(
+                f"{folder}: has {len(reader.tensors)} tensors, too few for a model of "
+                f"{manifest.model.num_hidden_layers} layers"
+            )
+        expected = expected_tensors(manifest.kind, manifest.model, manifest.updates > 0)
+        problems = [
+            *_wrong_names({*reader.tensors}, {*expected}),
+            *_wrong_infos(reader, expected, manifest.kind),
+        ]
+    if problems:
+        raise DamagedCheckpoint(*(f"{folder}: {problem}" for problem in problems[:10]))
+
+
+def verify(folder: Path) -> Iterator[str]:
+    """Check everything; yields the name of each file before it is read, for progress.
+
+    Raises:
+        DamagedCheckpoint: something is not what was saved.
+    """
+    manifest = Manifest.read(folder)
+    check_names(folder, manifest)
+    for name, expected in manifest.files.items():
+        yield name
+        check_file(folder, name, expected)
+    check_tensors(folder, manifest)
+
+
+def _wrong_names(found: set[str], expected: set[str]) -> Iterator[str]:
+    yield from (f"{name} is missing" for name in sorted(expected - found))
+    yield from (f"{name} is none of the model's tensors" for name in sorted(found - expected))
+
+
+def _wrong_infos(
+    reader: TensorReader, expected: Mapping[str, tuple[int, ...]], kind: Kind
+) -> Iterator[str]:
+    for name, shape in expected.items():
+        if name not in reader.tensors:
+            continue
+        found, dtype = reader.shape(name), reader.dtype(name)
+        if found != shape:
+            yield f"{name} has shape {list(found)}, the model needs {list(shape)}"
+        elif dtype not in _dtypes(name, kind):
+            yield f"{name} is {dtype}, not {' or '.join(map(str, _dtypes(name, kind)))}"
+        else:
+            yield from _wrong_parts(name, shape, reader.tensors[name].chunks)
+
+
+def _dtypes(name: str, kind: Kind) -> tuple[torch.dtype, ...]:
+    """What a tensor may be stored in."""
+    if kind == "training":
+        return torch.float32, torch.float64
+    if name.endswith(f".{CODES}"):
+        return (torch.uint8,)
+    if name.endswith(f".{SCALE}"):
+        return (torch.float32,)
+    return torch.float32, torch.bfloat16
+
+
+def _wrong_parts(
+    name: str, shape: Sequence[int], parts: Sequence[ChunkStorageMetadata]
+) -> Iterator[str]:
+    if sum(math.prod(part.sizes) for part in parts) != math.prod(shape):
+        yield f"{name} is not complete"
+    elif _any_overlap(parts):
+        yield f"{name} has parts that overlap"
+
+
+def _any_overlap(parts: Sequence[ChunkStorageMetadata]) -> bool:
+    active: list[ChunkStorageMetadata] = []  # those that reach the rows of the present one
+    for part in sorted(parts, key=lambda part: tuple(part.offsets)):
+        active = [
+            other
+            for other in active
+            if not part.offsets or other.offsets[0] + other.sizes[0] > part.offsets[0]
+        ]
+        if any(_overlap(part, other) for other in active):
+            return True
+        active.append(part)
+    return False
+
+
+def _overlap(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> bool:
+    return all(
+        start < other_start + other_size and other_start < start + size
+        for start, size, other_start, other_size in zip(
+            a.offsets, a.sizes, b.offsets, b.sizes, strict=True
+        )
+    )

@@ -1,0 +1,111 @@
+"""When a run saves what, and what it says about it.
+
+A save that fails is an alert, never the end of a run: the checkpoint before stands, and the next
+one is tried when it is due.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megabit.checkpoint import CheckpointStore, Retention, Saved
+from megabit.config import Config
+from megabit.data.corpus import CorpusInfo
+from megabit.errors import RunError
+from megabit.training.resume import manifest_of, training_parts
+from megabit.training.snapshot import ternary_parts
+from megabit.training.step import TrainingState
+
+MB = 1e6
+
+
+@dataclass
+class Saver:
+    """The checkpoints and snapshots of a run; every method is collective over the mesh."""
+
+    state: TrainingState
+    store: CheckpointStore
+    snapshots: CheckpointStore
+    corpus: CorpusInfo
+    assets: Mapping[str, Path]
+    """What travels with the model."""
+    say: Callable[[str], None]
+
+    def __enter__(self) -> Self:
+        self.store.clean()
+        self.snapshots.clean()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.store.close()
+        self.snapshots.close()
+
+    def after_step(self, step: int) -> None:
+        """Begin what is due after ``step`` steps, and go on with what is under way."""
+        config = self.state.config.checkpoint
+        if config.save_interval and step % config.save_interval == 0:
+            self._save(step)
+        if config.snapshot_interval and step % config.snapshot_interval == 0:
+            self._snapshot(step)
+        self._tell(self.store.poll())
+        self._tell(self.snapshots.poll())
+
+    def conclude(self, step: int) -> None:
+        """Wait for what is under way, and have a checkpoint of ``step``, the last one."""
+        self._tell(self.snapshots.finish())
+        self._tell(self.store.finish())
+        if self.store.durable_step < step:
+            self._save(step)
+            self._tell(self.store.finish())
+
+    def require(self, step: int) -> None:
+        """Refuse to pretend that ``step``, the last one, is saved.
+
+        Raises:
+            RunError: it is not.
+        """
+        if self.store.durable_step < step:
+            raise RunError(
+                f"the weights after step {step} could not be saved in {self.store.folder.path}; "
+                "what went wrong is told above"
+            )
+
+    def _save(self, step: int) -> None:
+        manifest = manifest_of(self.state, step, self.corpus.fingerprint)
+        self._tell(self.store.save(manifest, training_parts(self.state), self.assets))
+        self._wait_if_told_to(self.store)
+
+    def _snapshot(self, step: int) -> None:
+        manifest = replace(manifest_of(self.state, step, self.corpus.fingerprint), kind="ternary")
+        self._tell(self.snapshots.save(manifest, ternary_parts(self.state), self.assets))
+        self._wait_if_told_to(self.snapshots)
+
+    def _wait_if_told_to(self, store: CheckpointStore) -> None:
+        if not self.state.config.checkpoint.asynchronous:
+            self._tell(store.finish())
+
+    def _tell(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        if saved.problem is not None:
+            self.say(
+                f"ALERT step {saved.step} is not saved: {saved.problem}. "
+                "The checkpoint before stands, and training goes on"
+            )
+            return
+        self.say(
+            f"step {saved.step:>6}  saved in {saved.path}: {saved.bytes / MB:.1f} MB "
+            f"in {saved.total_s:.1f} s, for {saved.blocked_s:.2f} s of which training waited"
+        )
+
+
+def retention_of(config: Config) -> Retention:
+    """As configured."""
+    return Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
