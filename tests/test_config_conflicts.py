@@ -69,6 +69,21 @@ def test_what_must_not_be_negative(key: str) -> None:
     ("settings", "world_size", "problem"),
     [
         (
+            "data.end_of_text=</s>",
+            None,
+            "data.end_of_text: has no effect without data.tokenizer",
+        ),
+        (
+            "checkpoint.keep_every=100",
+            None,
+            "checkpoint.keep_every: has no effect while checkpoint.keep_last=0 keeps all",
+        ),
+        (
+            "checkpoint.snapshot_interval=1 model.linear=dense",
+            None,
+            "checkpoint.snapshot_interval: holds ternary codes",
+        ),
+        (
             "model.hidden_size=258",
             None,
             "model.hidden_size: 258 is not a multiple of model.num_attention_heads=4",

@@ -56,6 +56,12 @@ class Manifest:
     run: Mapping[str, Any] = field(default_factory=dict)
     """JSON values that the trainer adds."""
 
+    def assets(self, folder: Path) -> dict[str, Path]:
+        """What travels with the model, by name; ``folder`` is the checkpoint's."""
+        prefix = f"{ASSETS}/"
+        names = [name for name in self.files if name.startswith(prefix)]
+        return {name.removeprefix(prefix): folder / name for name in names}
+
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, durably."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -132,7 +138,7 @@ def _one_of(value: Any, known: tuple[Any, ...]) -> Any:
 def _inside(name: str) -> str:
     """``name``, if it is a path inside the folder."""
     path = PurePosixPath(name)
-    if not name.isprintable():  # a message that names it must be one line
+    if not path.parts or not name.isprintable():  # a message that names it must be one line
         raise ValueError(f"{name!r} is not the name of a file")
     if path.is_absolute() or ".." in path.parts or path.as_posix() != name:
         raise ValueError(f"{name!r} is not a path inside the checkpoint")

@@ -22,12 +22,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megabit.checkpoint.assets import copy_assets
 from megabit.checkpoint.folder import CheckpointFolder, Retention
-from megabit.checkpoint.manifest import ASSETS, MANIFEST, DamagedCheckpoint, Manifest
+from megabit.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 from megabit.checkpoint.tensor_file import LazyTensor, write_tensors
 from megabit.checkpoint.verify import check_file, check_names, check_tensors
 from megabit.errors import UserError
-from megabit.files import FileInfo, describe_file, sync
+from megabit.files import FileInfo
 from megabit.mesh import ParallelMesh
 from megabit.reduce import all_gather, any_rank, broadcast, first_problem
 
@@ -50,6 +51,11 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+
+    @property
+    def assets(self) -> dict[str, Path]:
+        """What travels with the model, by name."""
+        return self.manifest.assets(self.path)
 
 
 @dataclass(frozen=True)
@@ -247,7 +253,7 @@ class CheckpointStore:
                 path = save.draft / name
                 if not path.is_file() or path.stat().st_size != info.bytes:
                     raise OSError(f"{path} is not here; run.dir must be on disks that hosts share")
-            copied = _copy_assets(save.assets, save.draft / ASSETS)
+            copied = copy_assets(save.assets, save.draft)
             replace(save.manifest, files={**files, **copied}).write(save.draft)
             return self.folder.publish(save.draft, save.manifest.step, self._retention)
         except BaseException:
@@ -330,15 +336,3 @@ def rank_file(rank: int) -> str:
 def _write(path: Path, tensors: Sequence[LazyTensor]) -> FileInfo:
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_tensors(path, tensors)
-
-
-def _copy_assets(assets: Mapping[str, Path], folder: Path) -> dict[str, FileInfo]:
-    """By path in the checkpoint."""
-    if not assets:
-        return {}
-    folder.mkdir()
-    for name, source in assets.items():
-        shutil.copyfile(source, folder / name)
-        sync(folder / name)
-    sync(folder)
-    return {f"{ASSETS}/{name}": describe_file(folder / name) for name in assets}

@@ -110,6 +110,11 @@ class DataConfig:
     """A .txt, .md, .jsonl or .parquet file, a folder of them, or a wheel that holds them."""
     text_field: str = "text"
     """The column that holds the text in JSONL and Parquet."""
+    tokenizer: str | None = None
+    """A ``tokenizer.json`` to encode the text with, such as that of the model in
+    ``run.init_from``; default: one is learned from the text."""
+    end_of_text: str = "<|endoftext|>"
+    """The token that ends every document; of a tokenizer of your own, whichever it has for that."""
     dir: str = "data/corpus"
     """Folder of the prepared corpus: train/held_out .bin + .idx, tokenizer.json, manifest.json."""
     held_out_fraction: float = 0.05

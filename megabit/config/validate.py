@@ -6,7 +6,7 @@ import math
 import os.path
 from collections.abc import Iterator
 
-from megabit.config.schema import SCHEDULE_CHUNKS, Config, ParallelConfig
+from megabit.config.schema import SCHEDULE_CHUNKS, Config, DataConfig, ParallelConfig
 
 
 def find_problems(config: Config, world_size: int | None = None) -> list[str]:
@@ -23,6 +23,7 @@ def find_problems(config: Config, world_size: int | None = None) -> list[str]:
         *_parallel(config, world_size),
         *_train(config),
         *_optim(config),
+        *_data(config),
         *_checkpoint(config),
         *_exact(config, world_size),
     ]
@@ -282,6 +283,11 @@ def _optim(config: Config) -> Iterator[str]:
         yield f"optim.eps: must be greater than 0, not {optim.eps}"
     if len(optim.lr) == 2 and not 0 <= optim.min_lr <= min(optim.lr):
         yield f"optim.min_lr: must lie between 0 and the smallest of optim.lr={optim.lr}"
+
+
+def _data(config: Config) -> Iterator[str]:
+    if config.data.tokenizer is None and config.data.end_of_text != DataConfig.end_of_text:
+        yield "data.end_of_text: has no effect without data.tokenizer, whose token it names"
 
 
 def _checkpoint(config: Config) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from megabit.data.indexed import IndexedDataset
-from megabit.data.tokenizer import load_tokenizer
+from megabit.data.tokenizer import END_OF_TEXT, load_tokenizer
 from megabit.errors import UserError
 from megabit.files import FileInfo, describe_file
 
@@ -53,6 +53,8 @@ class CorpusInfo:
     held_out_names: tuple[str, ...]
     """Documents that are never trained on."""
     files: Mapping[str, FileInfo]
+    end_of_text: str = END_OF_TEXT
+    """The token that ends every document."""
 
     @property
     def tokenizer_path(self) -> Path:
@@ -73,7 +75,7 @@ class CorpusInfo:
         return _open(self.held_out_prefix, self.held_out)
 
     def load_tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_path)
+        return load_tokenizer(self.tokenizer_path, self.end_of_text)
 
     def verify(self) -> None:
         """Read every file and compare it with its SHA-256.
@@ -146,6 +148,7 @@ def write_manifest(corpus: CorpusInfo, made_from: Mapping[str, Any]) -> None:
         "fingerprint": corpus.fingerprint,
         "made_from": made_from,
         "vocab_size": corpus.vocab_size,
+        "end_of_text": corpus.end_of_text,
         TRAIN: asdict(corpus.train),
         HELD_OUT: asdict(corpus.held_out),
         "held_out_names": corpus.held_out_names,
@@ -176,6 +179,7 @@ def _from_manifest(folder: Path, manifest: dict[str, Any]) -> CorpusInfo:
         train=_split(manifest[TRAIN]),
         held_out=_split(manifest[HELD_OUT]),
         held_out_names=tuple(map(str, _typed(manifest, "held_out_names", list))),
+        end_of_text=str(manifest.get("end_of_text", END_OF_TEXT)),
         files={
             name: FileInfo(_typed(files[name], "bytes", int), _typed(files[name], "sha256", str))
             for name in DATA_FILES

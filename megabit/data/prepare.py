@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from megabit.config.schema import DataConfig
 from megabit.data import corpus as files
@@ -26,7 +27,13 @@ from megabit.data.corpus import CorpusInfo, SplitInfo, check_vocab, load_corpus
 from megabit.data.indexed import IndexedDatasetWriter, token_dtype
 from megabit.data.sources import Document, source_digest
 from megabit.data.split import corpus_documents, hash_key, held_out_mask
-from megabit.data.tokenizer import encode_documents, train_tokenizer
+from megabit.data.tokenizer import (
+    END_OF_TEXT,
+    encode_documents,
+    load_tokenizer,
+    num_ids,
+    train_tokenizer,
+)
 from megabit.errors import UserError
 from megabit.files import describe_file
 
@@ -54,6 +61,10 @@ def prepare_corpus(
         return _existing(folder, vocab_size)
     source = Path(data.text)
     _refuse_user_files(folder)
+    tokenizer = None
+    if data.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(data.tokenizer), data.end_of_text)
+        _check_size(tokenizer, vocab_size, data.tokenizer)
     made_from = {
         "version": files.VERSION,
         "source_sha256": source_digest(source),
@@ -61,6 +72,7 @@ def prepare_corpus(
         "held_out_fraction": data.held_out_fraction,
         "vocab_size": vocab_size,
         "seed": seed,
+        **_foreign(tokenizer, data.end_of_text),
     }
     fingerprint = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
     current = _intact(folder, fingerprint)
@@ -72,7 +84,7 @@ def prepare_corpus(
     draft = real.with_name(f".{real.name}.{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)
-        corpus = _build(source, data, vocab_size, seed, fingerprint, draft, report)
+        corpus = _build(source, data, tokenizer, vocab_size, seed, fingerprint, draft, report)
         files.write_manifest(corpus, {"source": str(source), **made_from})
         _swap(draft, real, fingerprint)
     except OSError as error:
@@ -81,6 +93,23 @@ def prepare_corpus(
         shutil.rmtree(draft, ignore_errors=True)
     report(f"corpus is ready: {folder}")
     return replace(corpus, dir=folder)
+
+
+def _foreign(tokenizer: Tokenizer | None, end_of_text: str) -> dict[str, str]:
+    """What a tokenizer that is not learned from the text adds to what a corpus is made from."""
+    if tokenizer is None:
+        return {}
+    digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+    return {"tokenizer_sha256": digest, "end_of_text": end_of_text}
+
+
+def _check_size(tokenizer: Tokenizer, vocab_size: int, path: str) -> None:
+    size = num_ids(tokenizer)
+    if size > vocab_size:
+        raise UserError(
+            f"data.tokenizer: {path} has {size} tokens, but model.vocab_size={vocab_size}; "
+            f"use at least {size}"
+        )
 
 
 def _existing(folder: Path, vocab_size: int) -> CorpusInfo:
@@ -186,6 +215,7 @@ class _Survey:
 def _build(
     source: Path,
     data: DataConfig,
+    tokenizer: Tokenizer | None,
     vocab_size: int,
     seed: int,
     fingerprint: str,
@@ -205,10 +235,13 @@ def _build(
         except ValueError as error:
             raise UserError(f"{source}: changed while it was read; prepare it again") from error
 
-    report(f"training a tokenizer on {held_out.count(False)} of {len(held_out)} documents")
-    tokenizer = train_tokenizer(
-        (document.text for document, out in documents() if not out), vocab_size
-    )
+    is_learned = tokenizer is None
+    end_of_text = END_OF_TEXT if is_learned else data.end_of_text
+    if tokenizer is None:
+        report(f"training a tokenizer on {held_out.count(False)} of {len(held_out)} documents")
+        tokenizer = train_tokenizer(
+            (document.text for document, out in documents() if not out), vocab_size
+        )
     tokenizer.save(str(folder / files.TOKENIZER))
 
     report(f"tokenizing with {tokenizer.get_vocab_size()} tokens")
@@ -222,12 +255,13 @@ def _build(
 
     tokens = {False: 0, True: 0}
     with ExitStack() as stack:
-        dtype = token_dtype(tokenizer.get_vocab_size())
+        dtype = token_dtype(num_ids(tokenizer))
         writers = {
             out: stack.enter_context(IndexedDatasetWriter(folder / name, dtype))
             for out, name in ((False, files.TRAIN), (True, files.HELD_OUT))
         }
-        for out, ids in zip(held_out, encode_documents(tokenizer, texts()), strict=True):
+        encoded = encode_documents(tokenizer, texts(), end_of_text, in_segments=is_learned)
+        for out, ids in zip(held_out, encoded, strict=True):
             writers[out].add_document(ids)
             tokens[out] += ids.size
 
@@ -238,11 +272,12 @@ def _build(
     return CorpusInfo(
         dir=folder,
         fingerprint=fingerprint,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=num_ids(tokenizer),
         train=split(False),
         held_out=split(True),
         held_out_names=tuple(held_out_names),
         files={name: describe_file(folder / name) for name in files.DATA_FILES},
+        end_of_text=end_of_text,
     )
 
 

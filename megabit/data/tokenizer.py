@@ -56,11 +56,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return _spell_out_special_tokens(tokenizer)
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> Tokenizer:
     """Read a ``tokenizer.json`` that ``Tokenizer.save`` wrote.
 
     Raises:
-        UserError: it is missing, is not a tokenizer, or has no ``END_OF_TEXT``.
+        UserError: it is missing, is not a tokenizer, or has no token ``end_of_text``.
     """
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
@@ -68,26 +68,43 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"{path}: cannot read it ({error.strerror}); prepare the corpus") from error
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{path}: not a tokenizer ({error}); prepare the corpus again") from error
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise UserError(f"{path}: has no token {END_OF_TEXT}, which megabit ends documents with")
+    if tokenizer.token_to_id(end_of_text) is None:
+        raise UserError(
+            f"{path}: has no token {end_of_text} to end documents with; "
+            "name the one that it has for that in data.end_of_text"
+        )
     return _spell_out_special_tokens(tokenizer)
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[npt.NDArray[np.int32]]:
-    """The ids of each text and ``END_OF_TEXT``, in order: int32 [its tokens + 1].
+def num_ids(tokenizer: Tokenizer) -> int:
+    """What an embedding needs; those of a tokenizer of others may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def encode_documents(
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    end_of_text: str = END_OF_TEXT,
+    in_segments: bool = True,
+) -> Iterator[npt.NDArray[np.int32]]:
+    """The ids of each text and of ``end_of_text``, in order: int32 [its tokens + 1].
 
     Runs on all cores; a text's ids are the only thing that grows with its length.
+
+    Args:
+        in_segments: hand texts over in parts, which give the ids of the whole where the tokenizer
+            is one that ``train_tokenizer`` made.
     """
-    end_of_text = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype=np.int32)
+    end = np.array([tokenizer.token_to_id(end_of_text)], dtype=np.int32)
     parts: list[npt.NDArray[np.int32]] = []
-    for batch in _batches(texts):
+    for batch in _batches(texts, _SEGMENT_CHARS if in_segments else None):
         encodings = tokenizer.encode_batch_fast(
             [segment for segment, _ in batch], add_special_tokens=False
         )
         for (_, ends_text), encoding in zip(batch, encodings, strict=True):
             parts.append(np.array(encoding.ids, dtype=np.int32))
             if ends_text:
-                document = np.concatenate((*parts, end_of_text))
+                document = np.concatenate((*parts, end))
                 parts = []
                 yield document
 
@@ -98,13 +115,13 @@ def _spell_out_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+def _batches(texts: Iterable[str], segment_chars: int | None) -> Iterator[list[tuple[str, bool]]]:
     """Segments of all texts, some MiB at a time, each with whether it ends its text."""
     batch: list[tuple[str, bool]] = []
     chars = 0
     for text in texts:
         left = len(text)
-        for segment in _segments(text):
+        for segment in _segments(text, segment_chars or max(1, len(text))):
             left -= len(segment)
             chars += len(segment)
             batch.append((segment, left == 0))

@@ -27,6 +27,8 @@ def describe(state: TrainingState, corpus: CorpusInfo, first_step: int) -> list[
         lines.append(f"Ternary products: {product_kernel(mesh.device)}")
     if first_step:
         lines.append(f"Resuming after step {first_step}")
+    elif config.run.init_from is not None:
+        lines.append(f"Beginning with the weights in {config.run.init_from}")
     return lines
 
 

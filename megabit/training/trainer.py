@@ -6,7 +6,9 @@ Everything that is the same on all ranks is said and written by the main one.
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,9 +16,8 @@ from rich.console import Console
 from megabit.checkpoint import CheckpointStore
 from megabit.config import Config, to_yaml
 from megabit.data.batches import BatchSource, Prefetcher
-from megabit.data.corpus import TOKENIZER, CorpusInfo, check_vocab, load_corpus
+from megabit.data.corpus import CorpusInfo, check_vocab, load_corpus
 from megabit.data.sampler import HeldOutWindows, TrainingSampler
-from megabit.data.tokenizer import END_OF_TEXT
 from megabit.errors import RunError, UserError
 from megabit.files import write_text
 from megabit.mesh import ParallelMesh
@@ -25,8 +26,10 @@ from megabit.reduce import any_rank, first_problem, is_same
 from megabit.telemetry import MetricsLog
 from megabit.training import resume
 from megabit.training.accounting import largest_peak_mib, take_account
+from megabit.training.assets import keep_assets, kept_assets
 from megabit.training.describe import describe, stage_table
 from megabit.training.evaluate import Evaluation, evaluate
+from megabit.training.initial import begin_with, open_initial
 from megabit.training.interval import Interval
 from megabit.training.report import draw_curve
 from megabit.training.sample import sample_text
@@ -70,6 +73,10 @@ class RunFiles:
         return self.folder / "checkpoints"
 
     @property
+    def assets(self) -> Path:
+        return self.folder / "assets"
+
+    @property
     def snapshots(self) -> Path:
         return self.folder / "snapshots"
 
@@ -94,7 +101,7 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
     _check_same_settings(config, mesh)
     corpus = open_corpus(config, mesh)
     sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
-    end_of_text = corpus.load_tokenizer().token_to_id(END_OF_TEXT)
+    end_of_text = corpus.load_tokenizer().token_to_id(corpus.end_of_text)
     assert end_of_text is not None, "load_tokenizer has checked it"
     windows = HeldOutWindows(
         corpus.open_held_out(),
@@ -114,18 +121,34 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         raise UserError(
             f"run.dir: {files.folder} holds a run already; use another folder, or run.resume=true"
         )
+    source, inherited = None, dict[str, Path]()
     if checkpoint is not None:
         resume.check_resumable(config, checkpoint, corpus.fingerprint)
+        inherited = checkpoint.assets
+    else:
+        source = open_initial(config, mesh)
+        inherited = {} if source is None else dict(source.assets)
     state = TrainingState.create(config, mesh)
-    step = 0 if checkpoint is None else resume.restore(state, checkpoint)
-    log = _open_log(state.config, mesh, files, step, console)
+    step = 0
+    if checkpoint is not None:
+        step = resume.restore(state, checkpoint)
+    elif source is not None:
+        begin_with(state, source)
+    log = _open_run(
+        state.config,
+        mesh,
+        files,
+        step,
+        partial(keep_assets, files.assets, corpus, inherited),
+        console,
+    )
     for line in describe(state, corpus, step):
         console.print(line, highlight=False, soft_wrap=True)
     table = stage_table(state)
     if table is not None:
         console.print(table)
 
-    assets = {TOKENIZER: corpus.tokenizer_path}
+    assets = kept_assets(files.assets) if mesh.is_main else {}
     saver = Saver(state, store, snapshots, corpus, assets, log.say)
     trainer = Trainer(state, corpus, windows, saver, log, files)
     with log, saver:
@@ -163,15 +186,22 @@ def _check_same_settings(config: Config, mesh: ParallelMesh) -> None:
         raise UserError("settings: ranks were started with different ones; give all hosts the same")
 
 
-def _open_log(
-    config: Config, mesh: ParallelMesh, files: RunFiles, step: int, console: Console
+def _open_run(
+    config: Config,
+    mesh: ParallelMesh,
+    files: RunFiles,
+    step: int,
+    keep: Callable[[], None],
+    console: Console,
 ) -> MetricsLog:
-    """Create ``run.dir`` and the log in it; fails on all ranks if the main one cannot."""
+    """Create ``run.dir``, what a run keeps in it, and the log; fails on all ranks if the main one
+    cannot."""
     log, problem = None, None
     try:
         if mesh.is_main:
             files.folder.mkdir(parents=True, exist_ok=True)
             write_text(files.config, to_yaml(config))
+            keep()
         log = MetricsLog(
             files.metrics if mesh.is_main else None,
             step,

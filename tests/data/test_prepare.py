@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from megabit.config.schema import DataConfig
 from megabit.data import prepare as module
@@ -366,3 +367,33 @@ def test_without_text_every_byte_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "corpus" / "train.bin"
     path.write_bytes(b"\xff" * path.stat().st_size)
     refused(settings(tmp_path, text=None), "train.bin: is damaged; prepare the corpus again")
+
+
+def test_a_tokenizer_of_others(tmp_path: Path) -> None:
+    """Texts are encoded whole, as its model was trained; its own token ends documents."""
+    text = make_source(tmp_path / "source")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+ ?|[^\w]+"), "isolated")
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<s>", "</s>"], show_progress=False
+    )
+    documents = [path.read_text() for path in sorted(text.iterdir())]
+    tokenizer.train_from_iterator(documents, trainer)
+    path = tmp_path / "theirs.json"
+    tokenizer.save(str(path))
+
+    theirs = settings(tmp_path, tokenizer=str(path), end_of_text="</s>")
+    corpus, _ = run(theirs)
+    assert corpus.end_of_text == load_corpus(corpus.dir).end_of_text == "</s>"
+    assert corpus.load_tokenizer().get_vocab() == tokenizer.get_vocab()
+    end = tokenizer.token_to_id("</s>")
+    found = {tuple(corpus.open_train().document(i).tolist()) for i in range(corpus.train.documents)}
+    expected = {(*tokenizer.encode(document).ids, end) for document in documents}
+    assert len(found) == 18
+    assert found < expected
+    assert run(theirs)[0].fingerprint == corpus.fingerprint
+    with pytest.raises(UserError, match=r"theirs.json: has no token </x>.*data.end_of_text"):
+        run(replace(theirs, end_of_text="</x>"))
+    with pytest.raises(UserError, match=r"data.tokenizer: .* tokens, but model.vocab_size=60"):
+        run(theirs, vocab_size=60)
+    assert run(settings(tmp_path))[0].fingerprint != corpus.fingerprint

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -255,3 +256,27 @@ def test_ranks_with_different_settings_are_refused(corpus: CorpusInfo, tmp_path:
 
     assert all("give all hosts the same" in message for message in run_ranks(run, 2))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_begins_with_the_weights_of_another(corpus: CorpusInfo, tmp_path: Path) -> None:
+    """At another layout: its masters, no moments, the first step. The tokenizer comes along."""
+    first, second, snapshot = (tmp_path / name for name in ("first", "second", "snapshot"))
+    settings = ("train.steps=2", "checkpoint.snapshot_interval=2")
+    train(config_of(corpus, first, *settings, *TP2_PP2), 4)
+    begin = (f"run.init_from={first}", "train.steps=1", "optim.lr=[0.0,0.0]", "optim.min_lr=0.0")
+    finished, said = train(config_of(corpus, second, *begin, "optim.weight_decay=[0.0,0.0]"), 2)
+    assert finished
+    assert f"Beginning with the weights in {first}" in said
+    before, after = checkpoint(first, 2), checkpoint(second, 1)
+    masters = [name for name in before if name.startswith("master/")]
+    assert masters
+    assert all(torch.equal(before[name], after[name]) for name in masters)
+    saved = second / "checkpoints" / "step_00000001"
+    assert (saved / "assets" / "tokenizer.json").read_bytes() == corpus.tokenizer_path.read_bytes()
+
+    other = config_of(corpus, tmp_path / "other", *begin, "model.hidden_act=silu")
+    assert re.search("model.hidden_act: the model in .* has 'relu2', not 'silu'", refused(other, 1))
+    codes = f"run.init_from={first / 'snapshots'}"
+    message = refused(config_of(corpus, snapshot, codes), 2)
+    assert "holds codes and scales only, and no optimizer can go on from these" in message
+    assert not snapshot.exists()

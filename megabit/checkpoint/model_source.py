@@ -1,0 +1,157 @@
+"""A megabit checkpoint as a ``ModelSource``: masters, or codes and scales.
+
+Reads headers when it is opened, and then only the slices that are asked for. Whether files are what
+was saved is a question of its own (``verify``): its answer takes a pass over all of them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from megabit.checkpoint.folder import CheckpointFolder
+from megabit.checkpoint.latent import LatentWeights
+from megabit.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
+from megabit.checkpoint.reader import TensorReader
+from megabit.checkpoint.source import Index, LogicalTensor, logical_tensors
+from megabit.checkpoint.verify import CODES, SCALE, check_tensors
+from megabit.config import ModelConfig
+from megabit.errors import UserError
+from megabit_kernels import packing
+
+CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
+"""Where a run's folder has its training and its ternary checkpoints."""
+
+
+class CheckpointSource:
+    """What both kinds have in common; a ``ModelSource``."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.tensors: Mapping[str, LogicalTensor] = logical_tensors(manifest.model)
+        self._reader = TensorReader(path)
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.manifest.model
+
+    @property
+    def max_length(self) -> int:
+        return self.manifest.max_length
+
+    @property
+    def has_masters(self) -> bool:
+        return self.manifest.kind == "training"
+
+    @property
+    def assets(self) -> Mapping[str, Path]:
+        return self.manifest.assets(self.path)
+
+    def _read(self, stored_as: str, index: Index | None = None) -> Tensor:
+        with self._reader as reader:  # what stays open is mapped, and fills memory as it is read
+            return reader.read(stored_as, index)
+
+    def values(self, name: str, index: Index | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def codes(self, name: str, index: Index | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def scale(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+
+class TrainingSource(CheckpointSource):
+    """Of a training checkpoint: codes and scales are made of the masters, as training does it."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        super().__init__(path, manifest)
+        self._latent = LatentWeights(path, self.tensors, self.values)
+
+    def values(self, name: str, index: Index | None = None) -> Tensor:
+        return self._read(f"master/{name}", index)
+
+    def codes(self, name: str, index: Index | None = None) -> Tensor:
+        return self._latent.codes(name, index)
+
+    def scale(self, name: str) -> Tensor:
+        return self._latent.scale(name)
+
+
+class TernarySource(CheckpointSource):
+    """Of a ternary checkpoint: codes and scales are what is stored."""
+
+    def values(self, name: str, index: Index | None = None) -> Tensor:
+        if self.tensors[name].is_ternary:
+            raise UserError(
+                f"{self.path}: has codes of {name} and no master weights. Codes cannot become "
+                "masters: γ·code would give the same codes and a smaller γ; use a training "
+                "checkpoint"
+            )
+        return self._read(name, index)
+
+    def codes(self, name: str, index: Index | None = None) -> Tensor:
+        rows, columns = index or self.tensors[name].whole
+        is_at_byte = columns.start % packing.CODES_PER_BYTE == 0
+        is_last = columns.stop == self.tensors[name].shape[1]
+        if not is_at_byte or not (is_last or columns.stop % packing.CODES_PER_BYTE == 0):
+            raise ValueError(f"columns {columns.start}:{columns.stop} of {name} cut a byte")
+        first, last = map(packing.packed_width, (columns.start, columns.stop))
+        packed = self._read(f"{name}.{CODES}", (rows, slice(first, last)))
+        try:
+            packing.check_packed(packed, columns.stop - columns.start, f"{name}.{CODES}")
+        except (TypeError, ValueError) as error:
+            raise DamagedCheckpoint(f"{self.path}: {error}") from error
+        return packed
+
+    def scale(self, name: str) -> Tensor:
+        scale = self._read(f"{name}.{SCALE}")
+        if not (scale.isfinite() and scale > 0):
+            raise DamagedCheckpoint(
+                f"{self.path}: {name}.{SCALE} is {scale.item()}, not a positive number"
+            )
+        return scale
+
+
+def open_model(path: Path) -> CheckpointSource:
+    """The model in a checkpoint, or in the newest one of a run or of a folder of checkpoints.
+
+    Raises:
+        DamagedCheckpoint: its tensors are not those of its model.
+        UserError: there is no checkpoint, or one of another version.
+    """
+    folder = find_checkpoint(path)
+    manifest = Manifest.read(folder)
+    check_tensors(folder, manifest)
+    kinds = {"training": TrainingSource, "ternary": TernarySource}
+    return kinds[manifest.kind](folder, manifest)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder of the checkpoint that ``path`` stands for.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints, or a run's folder, whose training checkpoints
+            come before its snapshots.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    for folder in checkpoint_folders(path):
+        latest = folder.latest()
+        if latest is not None:
+            return latest
+    if not path.exists():
+        raise UserError(f"{path}: does not exist; give a checkpoint or a run's folder")
+    raise UserError(
+        f"{path}: holds no checkpoint; give one (a folder with {MANIFEST}), a folder of "
+        "checkpoints, or a run's folder"
+    )
+
+
+def checkpoint_folders(path: Path) -> list[CheckpointFolder]:
+    """Where checkpoints may be if ``path`` is a folder of checkpoints or of a run."""
+    return [CheckpointFolder(path / name) for name in ("", CHECKPOINTS, SNAPSHOTS)]

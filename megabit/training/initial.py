@@ -1,0 +1,74 @@
+"""Begin a run with the weights of another model (``run.init_from``), at any layout.
+
+Each rank reads its own slices only, from a checkpoint of megabit's or from files of Hugging Face's.
+Moments begin at zero and steps at the first: only the weights are taken over.
+"""
+
+from pathlib import Path
+
+import torch
+
+from megabit.checkpoint.source import ModelSource
+from megabit.config import Config, ModelConfig
+from megabit.errors import UserError
+from megabit.interop.opening import open_source
+from megabit.mesh import ParallelMesh
+from megabit.reduce import first_problem
+from megabit.training.step import TrainingState
+
+FREE = ("initializer_range", "linear")
+"""What may differ: dense weights may become ternary ones, that is how a model is converted."""
+
+
+def open_initial(config: Config, mesh: ParallelMesh) -> ModelSource | None:
+    """The model that ``run.init_from`` names, if it can be trained on; collective.
+
+    Raises:
+        UserError: it cannot be read, has no master weights, or is another model than configured.
+    """
+    if config.run.init_from is None:
+        return None
+    source, problem = None, None
+    try:
+        source = open_source(Path(config.run.init_from))
+        check_initial(source, config.model)
+    except UserError as error:
+        problem = str(error)
+    _refuse(problem, mesh)
+    return source
+
+
+def check_initial(source: ModelSource, model: ModelConfig) -> None:
+    """Refuse a model that a run of ``model`` cannot begin with."""
+    if not source.has_masters:
+        raise UserError(
+            f"run.init_from: {source.path} holds codes and scales only, and no optimizer can go on "
+            "from these; use a training checkpoint, or a Hugging Face model with bf16 weights"
+        )
+    problems = [
+        f"model.{key}: the model in {source.path} has {theirs!r}, not {own!r}; use the same, "
+        "or another run.init_from"
+        for key, own in vars(model).items()
+        if key not in FREE and (theirs := getattr(source.model, key)) != own
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+@torch.no_grad()
+def begin_with(state: TrainingState, source: ModelSource) -> None:
+    """Give the masters the values of ``source``; collective over the mesh."""
+    problem = None
+    try:
+        for piece in state.optimizer.pieces():
+            piece.tensors["master"].copy_(source.values(piece.name, piece.index))
+    except UserError as error:
+        problem = str(error)
+    _refuse(problem, state.mesh)
+    state.optimizer.publish()
+
+
+def _refuse(problem: str | None, mesh: ParallelMesh) -> None:
+    problem = first_problem(problem, mesh.world, mesh.device)
+    if problem is not None:
+        raise UserError(*problem.splitlines())
