@@ -38,7 +38,7 @@ fmt: setup ## format the sources and fix what ruff can fix
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: setup ## measure products at the trainer's shapes, training steps at four layouts, pipeline schedules
+bench: setup ## measure products at the trainer's shapes, training steps at four layouts, pipeline schedules, checkpoints
 	@$(PY) -m megabit bench kernels --shapes trainer --m 16,1024 --out runs/bench-trainer
 	@$(PY) -m megabit bench train examples/benchmarks/wide.yaml precision.compute=bfloat16 precision.ternary_backward=int8
 	@$(PY) -m megabit bench train examples/benchmarks/small.yaml
@@ -46,6 +46,7 @@ bench: setup ## measure products at the trainer's shapes, training steps at four
 	@$(PY) -m megabit bench train examples/benchmarks/small.yaml parallel.pp=2 --nproc 2
 	@$(PY) -m megabit bench train examples/benchmarks/small.yaml --nproc 2
 	@$(PY) -m megabit bench pipeline examples/benchmarks/pipeline.yaml
+	@$(PY) -m megabit bench checkpoint examples/benchmarks/checkpoint.yaml
 
 bench-kernels: setup ## measure the kernels against the machine's limits (about 75 minutes)
 	@$(PY) -m megabit bench kernels

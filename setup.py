@@ -52,6 +52,7 @@ setup(
         "PyYAML",
         "numpy",
         "tokenizers",
+        "gguf",
         "safetensors",
         "rich",
         "typer",
@@ -63,7 +64,11 @@ setup(
         "dev": [
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
+            # What exports are read with: the other side of the interchange.
+            "transformers>=5.16",
+            "accelerate",
             "ruff",
             "mypy",
             "types-PyYAML",

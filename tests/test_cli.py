@@ -62,6 +62,9 @@ def test_help_lists_the_commands() -> None:
         ("parity", "Run a configuration at several layouts"),
         ("schedule", "Compare pipeline schedules"),
         ("config", "Merge and check SETTINGS"),
+        ("ckpt", "Look at checkpoints"),
+        ("import", "Make checkpoints of other tools' models"),
+        ("export", "Write a model for other tools"),
     ]:
         assert re.search(rf"{command} +{does}", result.stdout)
         page = megabit(command, "--help")
@@ -186,6 +189,25 @@ def test_a_run_that_cannot_go_on_ends_with_1(folder: Path, tmp_path: Path) -> No
 
 
 # Parity.
+
+
+def test_a_damaged_checkpoint_ends_with_2_or_the_one_before_is_taken(
+    folder: Path, tmp_path: Path
+) -> None:
+    corpus = f"data.dir={folder / 'corpus'}"
+    command = ["train", *SETTINGS, corpus, "run.dir=run", "checkpoint.save_interval=4"]
+    assert megabit(*command, "checkpoint.asynchronous=false", cwd=tmp_path).returncode == 0
+    file = tmp_path / "run" / "checkpoints" / "step_00000006" / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    message = refused(*command, cwd=tmp_path)
+    assert "step_00000006/rank_00000.safetensors: is not what was saved" in message
+    assert message.endswith("--auto-fallback goes on from the checkpoint before")
+    result = megabit(*command, "--auto-fallback", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "Resuming after step 4" in result.stdout
+    assert "ALERT" in result.stdout
 
 
 def difference(**changes: Any) -> Difference:

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 DOCUMENTS = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -24,9 +26,16 @@ SMALL = {
     "parity": "model.num_hidden_layers=2 train.global_batch_size=4 train.micro_batch_size=2",
     "bench kernels": "--shapes trainer --m 1 --implementations default",
     "bench train": "model.vocab_size=300 model.num_hidden_layers=1 data.seq_length=16",
+    "bench checkpoint": "model.vocab_size=300 model.num_hidden_layers=1 model.hidden_size=48",
     "bench pipeline": "model.vocab_size=300 model.num_hidden_layers=4 data.seq_length=16 --steps 1",
     "prepare": "model.vocab_size=300",
+    "ckpt show": "",
+    "ckpt verify": "",
     "config": "",
+    "export gguf": "",
+    "export hf": "",
+    "export safetensors": "",
+    "import hf": "",
     "schedule": "",
 }
 
@@ -36,37 +45,60 @@ def code_blocks(document: Path, language: str) -> list[str]:
     return re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
 
 
-def readme_commands() -> list[str]:
-    lines = [line.strip() for block in code_blocks(README, "") for line in block.splitlines()]
-    return [line for line in lines if line.startswith("megabit ")]
+def commands(*documents: Path) -> list[str]:
+    blocks = [block for document in documents for block in code_blocks(document, "")]
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line.startswith("megabit ")))
 
 
 def command_of(line: str) -> str:
     """``train`` or ``bench train``."""
     _, command, *rest = shlex.split(line)
-    return f"{command} {rest[0]}" if command == "bench" else command
+    return f"{command} {rest[0]}" if command in ("bench", "ckpt", "export", "import") else command
 
 
-def test_the_readme_shows_every_command() -> None:
-    assert {command_of(line) for line in readme_commands()} == set(SMALL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", readme_commands())
-def test_readme_command_runs(line: str, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    texts = tmp_path / "my_texts"
-    texts.mkdir()
-    for number in range(4):
-        (texts / f"{number}.txt").write_text(f"The text number {number} is short. " * 200)
-    words = shlex.split(line)
-    command = [sys.executable, "-m", *words, *shlex.split(SMALL[command_of(line)])]
+def run_command(line: str, folder: Path) -> None:
+    command = [sys.executable, "-m", *shlex.split(line), *shlex.split(SMALL[command_of(line)])]
     paths = (str(ROOT), str(ROOT / "kernels"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_shows_every_command() -> None:
+    shown = {command_of(line) for line in commands(README, CHECKPOINTS)}
+    assert shown == set(SMALL)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, a small run, and a model of other tools, as the documents suppose."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    texts = folder / "my_texts"
+    texts.mkdir()
+    for number in range(4):
+        (texts / f"{number}.txt").write_text(f"The text number {number} is short. " * 200)
+    run_command(
+        "megabit train examples/model/tiny.yaml data.text=my_texts/ run.dir=runs/mine", folder
+    )
+    run_command("megabit export hf runs/mine exported/ --mode online", folder)
+    shutil.rmtree(folder / "data")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", commands(README, CHECKPOINTS))
+def test_documented_command_runs(line: str, workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    shutil.copytree(workplace, folder, symlinks=True)
+    if command_of(line).split()[0] in ("export", "import"):
+        shutil.rmtree(folder / shlex.split(line)[4], ignore_errors=True)  # what it writes
+    if command_of(line) == "train":
+        shutil.rmtree(folder / "runs")
+    run_command(line, folder)
 
 
 @pytest.mark.parametrize("document", ["README.md", "kernels/README.md"])

@@ -77,6 +77,11 @@ class Manifest:
             UserError: it is of another version.
         """
         path = folder / MANIFEST
+        if not path.exists() and (folder / "about.json").is_file():
+            raise UserError(
+                f"{folder}: is of version 1, which one layout alone could read; "
+                f"this megabit reads version {VERSION}"
+            )
         try:
             if path.stat().st_size > MAX_BYTES:
                 raise ValueError("it is too large")

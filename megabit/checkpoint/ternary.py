@@ -87,8 +87,7 @@ def write_ternary(
     """
     if source.model.linear != "ternary":
         raise UserError(
-            f"{source.path}: is a model of dense layers; there are no codes to write. "
-            "Export it as hf instead"
+            f"{source.path}: is a model of dense layers (model.linear); it has no codes to write"
         )
     chosen = None if dtype is None else getattr(torch, dtype)
     tensors: list[LazyTensor] = []

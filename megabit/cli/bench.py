@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -98,6 +99,35 @@ def pipeline(
     from megabit.benchmark.pipeline_report import run_and_report
 
     run_and_report(config, schedule, steps)
+
+
+@app.command("checkpoint")
+def checkpoint(
+    settings: Settings = None,
+    nproc: Annotated[
+        int, typer.Option(help="Ranks on this host, one thread each; they talk over gloo.", min=1)
+    ] = 1,
+    repeats: Annotated[int, typer.Option(help="Saves of each kind.", min=1)] = 3,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Where to save, for the disk to be measured. Default: here."),
+    ] = None,
+) -> None:
+    """Show how long training waits for a save, beside torch's distributed checkpoint.
+
+    Takes the SETTINGS that megabit train takes, and random tokens instead of data. What is written
+    is removed again. Runs on this host's CPU.
+
+    Example: megabit bench checkpoint examples/benchmarks/checkpoint.yaml
+    """
+    config = load_config(settings or [], nproc)
+    folder = folder or Path()
+    if not folder.is_dir():
+        raise UserError(f"--dir: {folder} is not a folder")
+
+    from megabit.benchmark.checkpoint_report import run_and_report
+
+    run_and_report(config, nproc, repeats, folder)
 
 
 @app.command("overlap")

@@ -7,7 +7,17 @@ import sys
 
 import typer
 
-from megabit.cli import bench, config, parity, prepare, schedule, train
+from megabit.cli import (
+    bench,
+    checkpoint,
+    config,
+    export_model,
+    import_model,
+    parity,
+    prepare,
+    schedule,
+    train,
+)
 from megabit.cli.launcher import speaks_for_host
 from megabit.errors import RunError, UserError
 
@@ -16,8 +26,8 @@ app = typer.Typer(
     help=(
         "Train BitNet b1.58 (ternary) language models with tensor, pipeline and data parallelism."
         "\n\n"
-        "All but schedule, bench kernels and bench overlap take SETTINGS: YAML files and key=value "
-        "pairs, merged from left to right."
+        "All but schedule, ckpt, import, export, bench kernels and bench overlap take SETTINGS: "
+        "YAML files and key=value pairs, merged from left to right."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -29,6 +39,9 @@ app.command("prepare")(prepare.prepare)
 app.command("parity")(parity.parity)
 app.command("config")(config.show_config)
 app.command("schedule")(schedule.schedule)
+app.add_typer(checkpoint.app, name="ckpt")
+app.add_typer(import_model.app, name="import")
+app.add_typer(export_model.app, name="export")
 app.add_typer(bench.app, name="bench")
 
 

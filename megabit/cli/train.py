@@ -35,8 +35,9 @@ def train(
 ) -> None:
     """Train a model, evaluate it on held-out text, print a sample and draw the loss curve.
 
-    Goes on from the newest checkpoint in run.dir, if there is one, whatever layout wrote it. For several hosts start it under
-    torchrun instead of giving --nproc-per-node; see examples/two_nodes.sh.
+    Goes on from the newest checkpoint in run.dir, if there is one, whatever layout wrote it. For
+    several hosts start it under torchrun instead of giving --nproc-per-node; see
+    examples/two_nodes.sh.
 
     Example: megabit train examples/model/tiny.yaml examples/parallel/tp2_pp2.yaml
     data.text=my_texts/ --nproc-per-node 4

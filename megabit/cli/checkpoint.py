@@ -1,0 +1,260 @@
+"""``megabit ckpt``: what checkpoints hold, and whether they are what was saved."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megabit.cli.progress import bar
+from megabit.cli.words import model_text, size_text
+from megabit.config import Config
+from megabit.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megabit.checkpoint import CheckpointFolder, Manifest, TensorReader
+
+app = typer.Typer(no_args_is_help=True)
+
+KINDS = {
+    "training": "training: masters and moments; a run goes on from it, at any layout",
+    "ternary": "ternary: codes, scales and dense weights, to evaluate and export; "
+    "it cannot resume a run",
+}
+
+Path_ = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="A checkpoint, a folder of checkpoints, or a run's folder.",
+        show_default=False,
+    ),
+]
+
+
+@app.callback()
+def ckpt() -> None:
+    """Look at checkpoints and check them.
+
+    Example: megabit ckpt show runs/default
+
+    Example: megabit ckpt verify runs/default/checkpoints
+    """
+
+
+@app.command("show")
+def show(
+    path: Path_,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Also list every tensor and its parts.")
+    ] = False,
+) -> None:
+    """Print what is in a checkpoint; of a folder of several, list them.
+
+    Reads headers only: whether all bytes are what was saved is for megabit ckpt verify.
+
+    Example: megabit ckpt show runs/default/checkpoints/step_00000100 --tensors
+    """
+    from rich.console import Console
+
+    from megabit.checkpoint.manifest import MANIFEST
+    from megabit.checkpoint.model_source import checkpoint_folders, find_checkpoint
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:  # nothing to fit a table into
+        console = Console(markup=False, highlight=False, emoji=False, width=1000)
+    folders = [folder for folder in checkpoint_folders(path) if folder.steps()]
+    if folders and not (path / MANIFEST).is_file() and not tensors:
+        for folder in folders:
+            console.print(f"{folder.path}", style="bold", soft_wrap=True)
+            console.print(_list(folder))
+        return
+    _show(find_checkpoint(path), tensors, console)
+
+
+@app.command("verify")
+def verify(path: Path_) -> None:
+    """Read every byte of a checkpoint, or of all that are in a folder, and compare hashes, names,
+    shapes and dtypes with what was saved.
+
+    Exits with 2 and a line for each problem if there is any.
+
+    Example: megabit ckpt verify runs/default
+    """
+    from megabit.checkpoint import Manifest
+    from megabit.checkpoint.diagnose import diagnose
+    from megabit.checkpoint.manifest import MANIFEST
+    from megabit.checkpoint.model_source import checkpoint_folders, find_checkpoint
+
+    checkpoints = [path]
+    if not (path / MANIFEST).is_file():
+        folders = checkpoint_folders(path)
+        latest = [checkpoint for f in folders if (checkpoint := f.latest()) is not None]
+        steps = [f.of_step(step) for f in folders for step in f.steps()]
+        # What ``latest`` names is to be there, whatever else is.
+        checkpoints = [*dict.fromkeys([*latest, *steps])] or [find_checkpoint(path)]
+    problems: list[str] = []
+    with bar(sum(_size(checkpoint) for checkpoint in checkpoints)) as advance:
+        for checkpoint in checkpoints:
+            before = 0
+
+            def report(name: str, size: int, of: Path = checkpoint) -> None:
+                nonlocal before
+                advance(f"{of.name}/{name}", before)
+                before = size
+
+            new = diagnose(checkpoint, report)
+            advance("", before)
+            problems += new
+            if not new:
+                manifest = Manifest.read(checkpoint)
+                total = sum(file.bytes for file in manifest.files.values())
+                files = len(manifest.files) + 1
+                print(
+                    f"in order: {checkpoint}, {manifest.kind}, step {manifest.step}, "
+                    f"{files} files, {size_text(total)}",
+                    flush=True,
+                )
+    if problems:
+        raise UserError(*problems)
+
+
+def _size(checkpoint: Path) -> int:
+    """What there is to read; 0 if nobody knows."""
+    from megabit.checkpoint import Manifest
+
+    try:
+        return sum(file.bytes for file in Manifest.read(checkpoint).files.values())
+    except UserError:
+        return 0
+
+
+# What ``show`` prints.
+
+
+def _list(folder: "CheckpointFolder") -> "Table":
+    from megabit.checkpoint import Manifest
+
+    latest = folder.latest()
+    table = _table("step", "kind", "size", "saved by", "")
+    for step in sorted(folder.steps()):
+        path = folder.of_step(step)
+        mark = "latest" if path == latest else ""
+        try:
+            manifest = Manifest.read(path)
+        except UserError as error:
+            table.add_row(str(step), "damaged", "", "", f"{mark} {error}".strip())
+            continue
+        size = size_text(sum(file.bytes for file in manifest.files.values()))
+        table.add_row(str(step), manifest.kind, size, _layout(manifest), mark)
+    return table
+
+
+def _show(path: Path, lists_tensors: bool, console: "Console") -> None:
+    from megabit.checkpoint import Manifest
+    from megabit.checkpoint.reader import TensorReader
+    from megabit.checkpoint.verify import expected_tensors
+
+    manifest = Manifest.read(path)
+    console.print(f"{path}", style="bold", soft_wrap=True)
+    for key, value in _facts(manifest):
+        console.print(f"{key:<16}  {value}", soft_wrap=True)
+    table = _table("file", "size", "SHA-256")
+    for name, file in manifest.files.items():
+        table.add_row(name, size_text(file.bytes), file.sha256[:16])
+    console.print(table)
+    with TensorReader(path) as reader:
+        # In the order of the forward pass; names that are none of the model's come last.
+        known = expected_tensors(manifest.kind, manifest.model)
+        names = [
+            *(n for n in known if n in reader.tensors),
+            *(reader.tensors.keys() - known.keys()),
+        ]
+        console.print(_tensor_groups(reader, names))
+        if lists_tensors:
+            console.print(_all_tensors(reader, names))
+
+
+def _facts(manifest: "Manifest") -> Iterator[tuple[str, str]]:
+    run = manifest.run
+    yield "kind", KINDS[manifest.kind]
+    yield "step", f"{manifest.step}, {manifest.updates} updates of the weights"
+    yield "model", model_text(manifest.model)
+    yield "positions", f"{manifest.max_length}"
+    yield "saved by", _layout(manifest)
+    for key, value in run.items():
+        if key == "config":
+            changed = _differences(value)
+            yield "settings", " ".join(changed) if changed else "all as by default"
+        elif key != "layout":
+            yield key.replace("_", " "), str(value)
+
+
+def _layout(manifest: "Manifest") -> str:
+    layout = manifest.run.get("layout")
+    if not isinstance(layout, Mapping):
+        return "one process"
+    return " × ".join(f"{str(axis).upper()} {size}" for axis, size in layout.items())
+
+
+def _differences(saved: Any) -> list[str]:
+    """Settings beside the model's that are not as by default, as one would write them."""
+    if not isinstance(saved, Mapping):
+        return []
+    defaults = asdict(Config())
+    return [
+        f"{section}.{key}={value}"
+        for section, settings in saved.items()
+        if section != "model" and isinstance(settings, Mapping)
+        for key, value in settings.items()
+        if value != defaults.get(section, {}).get(key)
+    ]
+
+
+def _tensor_groups(reader: "TensorReader", names: Sequence[str]) -> "Table":
+    """How much there is of masters, moments, codes, scales and dense weights."""
+    from megabit.checkpoint.verify import CODES, MASTER_KINDS, SCALE
+
+    groups: dict[tuple[str, str], tuple[int, int]] = {}
+    for name in names:
+        kind = name.split("/")[0] if "/" in name else name.rpartition(".")[2]
+        label = kind if kind in (*MASTER_KINDS, CODES, SCALE) else "dense"
+        size = prod(reader.shape(name)) * reader.dtype(name).itemsize
+        key = label, _dtype(reader, name)
+        count, total = groups.get(key, (0, 0))
+        groups[key] = count + 1, total + size
+    table = _table("what", "tensors", "dtype", "size")
+    for (label, dtype), (count, size) in groups.items():
+        note = ", four to a byte" if label == CODES else ""
+        table.add_row(label + note, str(count), dtype, size_text(size))
+    return table
+
+
+def _all_tensors(reader: "TensorReader", names: Sequence[str]) -> "Table":
+    table = _table("tensor", "dtype", "shape", "parts")
+    for name in names:
+        info = reader.tensors[name]
+        parts = str(len(info.chunks))
+        table.add_row(name, _dtype(reader, name), str(list(info.size)), parts)
+    return table
+
+
+def _dtype(reader: "TensorReader", name: str) -> str:
+    return str(reader.dtype(name)).removeprefix("torch.")
+
+
+def _table(first: str, *headings: str) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        right = heading in ("size", "tensors", "parts")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    return table
