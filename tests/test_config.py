@@ -131,7 +131,7 @@ def test_the_configuration_does_not_import_torch() -> None:
     [
         ("model.hiden_size=8", "model.hiden_size: unknown key 'hiden_size'; did you mean 'hidden_"),
         ("modle.hidden_size=8", "modle.hidden_size: unknown key 'modle'; did you mean 'model'?"),
-        ("steps=8", "steps: unknown key 'steps'; known: checkpoint, data, model, optim, parallel, precision,"),
+        ("steps=8", "steps: unknown key 'steps'; known: checkpoint, data, model, optim, parallel,"),
         ("train.steps.x=1", "train.steps: is a value and has no key 'x'"),
         ("optim.lr.0=1", "optim.lr: is a value and has no key '0'"),
         ("model=3", "model: is a section; set its keys, such as model.vocab_size"),
