@@ -1,8 +1,7 @@
-"""``megabit ckpt``, ``import`` and ``export``: what they print and find, and their exit codes."""
+"""``megabit ckpt``: what it prints and finds, and its exit codes."""
 
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,67 +14,18 @@ from torch import Tensor
 
 from megabit.checkpoint import Manifest
 from megabit.checkpoint.diagnose import diagnose
-from megabit.checkpoint.model_source import open_model
 from megabit.checkpoint.source import logical_tensors
-from megabit.checkpoint.ternary import write_ternary, write_training
-from megabit.cli.main import main
-from megabit.cli.progress import watched
-from megabit.cli.words import size_text
 from megabit.files import describe_file
-from megabit.launch import run_ranks
-from tests.checkpoint.saved import save, trained
-from tests.interop.hf_models import save_random
-from tests.interop.random_source import TINY, RandomSource
-from tests.training.tiny import tiny, tiny_corpus
+from tests.checkpoint.saved import save_run
+from tests.command import megabit, refused
+from tests.training.tiny import tiny
 
 UP = "model.layers.1.mlp.up_proj.weight"
-Megabit = Callable[..., tuple[int, list[str], list[str]]]
-
-
-@pytest.fixture
-def megabit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Megabit:
-    """Runs a command in this process; gives its exit code and the lines of stdout and stderr."""
-
-    def run(*arguments: str | Path) -> tuple[int, list[str], list[str]]:
-        monkeypatch.setattr(sys, "argv", ["megabit", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capfd.readouterr()
-        return int(ended.value.code or 0), out.splitlines(), err.splitlines()
-
-    return run
-
-
-@pytest.fixture
-def refused(megabit: Megabit) -> Callable[..., str]:
-    """The line with which a command that must end with 2 says why."""
-
-    def run(*arguments: str | Path) -> str:
-        code, _, err = megabit(*arguments)
-        assert (code, len(err)) == (2, 1), err
-        assert err[0].startswith("error: ")
-        return err[0].removeprefix("error: ")
-
-    return run
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_corpus(tmp_path_factory.mktemp("text")).tokenizer_path
-
-
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
-    """Steps 1 and 2 of a run at TP 2, with both kinds of checkpoint."""
-    run = tmp_path_factory.mktemp("saved") / "run"
-
-    def write() -> None:
-        for step in (1, 2):
-            save(trained(tiny("parallel.tp=2"), step), run, step, {"tokenizer.json": tokenizer})
-
-    run_ranks(write, 2)
-    return run
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_run(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture
@@ -88,7 +38,7 @@ def run(saved_run: Path, tmp_path: Path) -> Path:
 # What is in a checkpoint.
 
 
-def test_show_lists_the_checkpoints_of_a_run(megabit: Megabit, run: Path) -> None:
+def test_show_lists_the_checkpoints_of_a_run(run: Path) -> None:
     code, out, err = megabit("ckpt", "show", run)
     assert (code, err) == (0, [])
     rows = [line.split() for line in out if re.match(r" \d", line)]
@@ -102,7 +52,7 @@ def test_show_lists_the_checkpoints_of_a_run(megabit: Megabit, run: Path) -> Non
     assert megabit("ckpt", "show", run / "snapshots")[1] == out[len(out) // 2 :]
 
 
-def test_show_lists_damaged_checkpoints_too(megabit: Megabit, run: Path) -> None:
+def test_show_lists_damaged_checkpoints_too(run: Path) -> None:
     (run / "checkpoints" / "step_00000001" / "manifest.json").write_text("{}")
     code, out, _ = megabit("ckpt", "show", run / "checkpoints")
     assert code == 0
@@ -110,7 +60,7 @@ def test_show_lists_damaged_checkpoints_too(megabit: Megabit, run: Path) -> None
     assert re.search(r"damaged .*step_00000001/manifest.json: is not the manifest", line)
 
 
-def test_show_says_what_a_checkpoint_is(megabit: Megabit, run: Path) -> None:
+def test_show_says_what_a_checkpoint_is(run: Path) -> None:
     code, out, err = megabit("ckpt", "show", run / "checkpoints" / "step_00000002")
     assert (code, err) == (0, [])
     text = "\n".join(out)
@@ -134,7 +84,7 @@ def test_show_says_what_a_checkpoint_is(megabit: Megabit, run: Path) -> None:
     assert re.search(r"dense +10 +float32", text)
 
 
-def test_show_lists_tensors_in_the_order_of_the_model(megabit: Megabit, run: Path) -> None:
+def test_show_lists_tensors_in_the_order_of_the_model(run: Path) -> None:
     _, out, _ = megabit("ckpt", "show", run / "snapshots", "--tensors")  # of the latest
     rows = [line.split() for line in out if line.startswith(" model.")]
     names = [row[0].removesuffix(".codes").removesuffix(".scale") for row in rows]
@@ -146,7 +96,7 @@ def test_show_lists_tensors_in_the_order_of_the_model(megabit: Megabit, run: Pat
 # Is it what was saved?
 
 
-def test_checkpoints_in_order(megabit: Megabit, run: Path) -> None:
+def test_checkpoints_in_order(run: Path) -> None:
     code, out, err = megabit("ckpt", "verify", run)
     assert (code, err) == (0, [])
     assert len(out) == 4
@@ -252,7 +202,7 @@ def add_file(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_found(megabit: Megabit, run: Path, damage: str) -> None:
+def test_damage_is_found(run: Path, damage: str) -> None:
     """Of the checkpoint that is damaged, and of no other."""
     spoil, message = DAMAGES[damage]
     checkpoint = run / "checkpoints" / "step_00000002"
@@ -283,7 +233,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(run: Path, kind: str) -> None:
     assert diagnose(checkpoint) == []
 
 
-def test_all_problems_are_told(megabit: Megabit, run: Path) -> None:
+def test_all_problems_are_told(run: Path) -> None:
     first, second = (run / "checkpoints" / f"step_0000000{step}" for step in (1, 2))
     flip(first / RANK_1, 0.9)
     (first / "assets" / "tokenizer.json").unlink()
@@ -297,7 +247,7 @@ def test_all_problems_are_told(megabit: Megabit, run: Path) -> None:
     ]
 
 
-def test_a_latest_that_is_not_there(megabit: Megabit, run: Path) -> None:
+def test_a_latest_that_is_not_there(run: Path) -> None:
     (run / "checkpoints" / "latest").write_text("step_00000009\n")
     code, out, err = megabit("ckpt", "verify", run)
     assert (code, len(out), len(err)) == (2, 4, 1)
@@ -305,206 +255,6 @@ def test_a_latest_that_is_not_there(megabit: Megabit, run: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("show",), ("verify",)])
-def test_a_folder_without_a_checkpoint(
-    refused: Callable[..., str], tmp_path: Path, command: tuple[str]
-) -> None:
+def test_a_folder_without_a_checkpoint(tmp_path: Path, command: tuple[str]) -> None:
     assert "holds no checkpoint" in refused("ckpt", *command, tmp_path)
     assert "does not exist" in refused("ckpt", *command, tmp_path / "none")
-
-
-# Models of other tools.
-
-
-def test_export_safetensors(megabit: Megabit, saved_run: Path, tmp_path: Path) -> None:
-    """Of a run, of its snapshot, and of the result: the same codes, scales and step."""
-    sources = [saved_run, saved_run / "snapshots" / "step_00000002", tmp_path / "0"]
-    for i, source in enumerate(sources):
-        out = tmp_path / str(i)
-        code, lines, err = megabit("export", "safetensors", source, out)
-        assert (code, err) == (0, [])
-        assert re.fullmatch(
-            rf"Wrote {out}: 38 tensors, [\d.]+ kB, of which codes and scales are 3.9 kB", *lines
-        )
-        found = open_model(out)
-        assert found.manifest.step == found.manifest.updates == 2
-        assert found.manifest.run["layout"] == {"tp": 2, "pp": 1, "dp": 1}
-        assert [*found.assets] == ["tokenizer.json"]
-    files = [(tmp_path / str(i) / "model.safetensors").read_bytes() for i in range(3)]
-    assert files == [files[0]] * 3
-    megabit("export", "safetensors", saved_run, tmp_path / "half", "--dtype", "bfloat16")
-    assert open_model(tmp_path / "half").values("model.embed_tokens.weight").dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("linear_class", ["autobitlinear", "bitlinear"])
-def test_there_and_back_is_the_same_file(
-    megabit: Megabit, saved_run: Path, tmp_path: Path, linear_class: str
-) -> None:
-    """Of codes, through Hugging Face's format: nothing is rounded, and γ does not shrink."""
-    megabit("export", "safetensors", saved_run, tmp_path / "direct")
-    source = tmp_path / "direct"
-    for i in range(2):
-        packed, back = tmp_path / f"packed{i}", tmp_path / f"back{i}"
-        options = ("--dtype", "float32", "--linear-class", linear_class)
-        assert megabit("export", "hf", source, packed, *options)[0] == 0
-        code, out, err = megabit("import", "hf", packed, back)
-        assert (code, err) == (0, [])
-        assert re.match(rf"Read {packed}: 0.03 M parameters, ternary", out[0])
-        assert re.match(rf"Wrote {back}: ternary, 38 tensors", out[1])
-        assert out[2].endswith("not trained further.")
-        source = back
-    files = [tmp_path / name / "model.safetensors" for name in ("direct", "back0", "back1")]
-    assert [file.read_bytes() for file in files] == [files[0].read_bytes()] * 3
-
-
-def test_master_weights_there_and_back(megabit: Megabit, saved_run: Path, tmp_path: Path) -> None:
-    online, back = tmp_path / "online", tmp_path / "back"
-    options = ("--mode", "online", "--dtype", "float32")
-    code, out, _ = megabit("export", "hf", saved_run, online, *options)
-    assert (code, len(out)) == (0, 1)
-    code, out, _ = megabit("import", "hf", online, back)
-    assert code == 0
-    assert re.match(rf"Wrote {back}: training, 24 tensors", out[1])
-    assert out[2] == f"To train it further: megabit train run.init_from={back} …"
-    masters, found = open_model(saved_run), open_model(back)
-    for name in logical_tensors(masters.model):
-        assert torch.equal(found.values(name), masters.values(name))
-
-
-def test_codes_that_bf16_changes_are_counted(
-    megabit: Megabit, saved_run: Path, tmp_path: Path
-) -> None:
-    code, out, _ = megabit("export", "hf", saved_run, tmp_path / "out", "--mode", "online")
-    assert code == 0
-    match = re.match(r"note: (\d+) of 15360 codes \(0.\d+%\) change", out[1])
-    assert match is not None
-    old, new = open_model(saved_run), load_file(tmp_path / "out" / "model.safetensors")
-    changed = 0
-    for name, tensor in logical_tensors(old.model).items():
-        if tensor.is_ternary:
-            codes = [torch.empty(0)] * 2
-            for i, values in enumerate((old.values(name), new[name].float())):
-                scale = values.double().abs().mean().float()
-                codes[i] = (values / scale).round().clamp(-1, 1)
-            changed += int((codes[0] != codes[1]).sum())
-    assert int(match[1]) == changed
-
-
-def test_import_of_a_dense_model(megabit: Megabit, tmp_path: Path) -> None:
-    """A start for conversion: what it lacks are gains of one."""
-    save_random(tmp_path / "llama", replace(TINY, hidden_act="silu"), torch.bfloat16, "Llama")
-    code, out, err = megabit("import", "hf", tmp_path / "llama", tmp_path / "out")
-    assert (code, err) == (0, [])
-    assert ": training, 24 tensors" in out[1]
-    assert "Train it before use" in out[2]
-    found = open_model(tmp_path / "out")
-    assert found.model.linear == "ternary"
-    stored = load_file(tmp_path / "llama" / "model.safetensors")
-    for name in logical_tensors(found.model):
-        expected = stored[name].float() if name in stored else torch.ones_like(found.values(name))
-        assert torch.equal(found.values(name), expected)
-        assert (name in stored) != name.endswith("_sub_norm.weight")
-    code, out, _ = megabit("export", "safetensors", tmp_path / "llama", tmp_path / "codes")
-    assert code == 0
-    assert out[0].startswith(f"warning: {tmp_path / 'llama'} was not trained as a ternary model")
-
-
-def test_export_gguf(megabit: Megabit, tokenizer: Path, tmp_path: Path) -> None:
-    from gguf import GGUFReader
-
-    model = replace(TINY, hidden_size=256, intermediate_size=256)
-    write_training(RandomSource(model, assets={"tokenizer.json": tokenizer}), tmp_path / "wide")
-    for i, kind in enumerate(("TQ2_0", "TQ1_0", "I2_S")):
-        out = tmp_path / f"{kind}.gguf"
-        code, lines, err = megabit("export", "gguf", tmp_path / "wide", out, "--type", kind)
-        assert (code, err) == (0, [])
-        assert re.match(rf"Wrote {out}: \d+ tensors, [\d.]+ [kM]B", lines[0])
-        assert out.is_file()
-        assert any(line.startswith("note: scales are fp16") for line in lines) == (i < 2)
-        # ReLU², and a type that only one fork reads.
-        assert any(line.startswith("warning: ") for line in lines)
-    assert len(GGUFReader(tmp_path / "TQ2_0.gguf").tensors) > 20
-
-
-def test_what_cannot_be_exported(
-    refused: Callable[..., str], saved_run: Path, tmp_path: Path
-) -> None:
-    snapshot = saved_run / "snapshots"
-    (tmp_path / "there").mkdir()
-    for arguments, message in [
-        (("hf", snapshot, tmp_path / "out", "--mode", "online"), "needs master weights"),
-        (("hf", saved_run, tmp_path / "there"), "there: exists"),
-        (("safetensors", saved_run, tmp_path / "there"), "there: exists"),
-        (("gguf", saved_run, tmp_path / "there"), "there: exists"),
-        (("safetensors", saved_run, tmp_path / "no" / "out"), "there is no folder"),
-        (("safetensors", tmp_path / "there", tmp_path / "out"), "holds no checkpoint"),
-    ]:
-        assert message in refused("export", *arguments)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def test_what_cannot_be_imported(
-    refused: Callable[..., str], saved_run: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    write_ternary(RandomSource(), tmp_path / "ours")
-    for path in ("empty", "none", "ours"):
-        assert path in refused("import", "hf", tmp_path / path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-# What they have in common.
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("ckpt", "show"),
-        ("ckpt", "verify"),
-        ("import", "hf"),
-        ("export", "hf"),
-        ("export", "gguf"),
-        ("export", "safetensors"),
-    ],
-    ids=" ".join,
-)
-def test_help_has_an_example(megabit: Megabit, command: tuple[str, ...]) -> None:
-    code, out, _ = megabit(*command, "--help")
-    assert code == 0
-    assert f"Example: megabit {' '.join(command)} " in " ".join(" ".join(out).split())
-
-
-@pytest.mark.parametrize("has_masters", [True, False])
-def test_a_watched_model_is_the_model_and_is_seen_whole(
-    has_masters: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Progress adds up to the model's size, whatever is read of it and however often."""
-    source = RandomSource(has_masters=has_masters)
-    done: dict[str, float] = {}
-    with watched(source) as model:
-        advance = model.advance  # type: ignore[attr-defined]
-
-        def counted(name: str, more: float) -> None:
-            done[name] = done.get(name, 0) + more
-            advance(name, more)
-
-        object.__setattr__(model, "advance", counted)
-        write_ternary(model, tmp_path / "out")
-        write_ternary(model, tmp_path / "again")
-    sizes = {n: torch.Size(t.shape).numel() for n, t in logical_tensors(source.model).items()}
-    assert done == sizes
-    plain = tmp_path / "plain"
-    write_ternary(source, plain)
-    files = [folder / "model.safetensors" for folder in (plain, tmp_path / "out")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_sizes_in_words() -> None:
-    assert [size_text(size) for size in (0, 999, 1000, 999_949, 999_950, 12_345_678, 3e15)] == [
-        "0 B",
-        "999 B",
-        "1.0 kB",
-        "999.9 kB",
-        "1.0 MB",
-        "12.3 MB",
-        "3000.0 TB",
-    ]

@@ -7,8 +7,11 @@ import typer
 
 from megabit.cli.progress import watched
 from megabit.cli.words import model_text, size_text
+from megabit.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megabit.interop.huggingface import HuggingFaceSource
 
 app = typer.Typer(no_args_is_help=True)
@@ -58,6 +61,7 @@ def hf(
     from megabit.interop.huggingface import HuggingFaceSource
 
     source = HuggingFaceSource(path)
+    tokens = _random_tokens(source, check_tokens) if check_tokens else None
     source.verify()
     print(f"Read {path}: {model_text(source.model)}", flush=True)
     run = {"imported from": path.absolute().name}
@@ -79,9 +83,27 @@ def hf(
         )
     else:
         print(f"To train it further: megabit train run.init_from={out} …")
-    if check_tokens:
-        _check(source, check_tokens)
+    if tokens is not None:
+        from megabit.training.import_check import compare_with_huggingface
+
+        print("Beside transformers: " + str(compare_with_huggingface(source, tokens)))
 
 
-def _check(source: "HuggingFaceSource", num_tokens: int) -> None:
-    raise NotImplementedError
+def _random_tokens(source: "HuggingFaceSource", length: int) -> "Tensor":
+    """``[1, length]``, the same each time; refused before anything is written if they can't be
+    compared on."""
+    import torch
+
+    from megabit.interop.huggingface import mode_of
+
+    if length > source.max_length:
+        raise UserError(
+            f"--check-tokens: must be {source.max_length} at most, the positions that the model "
+            f"was made for, not {length}"
+        )
+    try:
+        mode_of(source)
+    except UserError as error:
+        raise UserError(f"--check-tokens: {error}") from error
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(source.model.vocab_size, (1, length), generator=generator)

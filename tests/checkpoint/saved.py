@@ -6,10 +6,11 @@ from pathlib import Path
 
 from megabit.checkpoint import CheckpointStore
 from megabit.config import Config
+from megabit.launch import run_ranks
 from megabit.training.resume import manifest_of, training_parts
 from megabit.training.snapshot import ternary_parts
 from megabit.training.step import TrainingState, train_step
-from tests.training.tiny import make_mesh, own_batch
+from tests.training.tiny import make_mesh, own_batch, tiny, tiny_corpus
 
 
 def trained(config: Config, steps: int) -> TrainingState:
@@ -35,3 +36,16 @@ def save(
         store.close()
         assert saved is not None
         assert saved.problem is None, saved.problem
+
+
+def save_run(folder: Path) -> Path:
+    """Steps 1 and 2 of a run at TP 2 with both kinds of checkpoint, and a tokenizer in them."""
+    run = folder / "run"
+    assets = {"tokenizer.json": tiny_corpus(folder).tokenizer_path}
+
+    def write() -> None:
+        for step in (1, 2):
+            save(trained(tiny("parallel.tp=2"), step), run, step, assets)
+
+    run_ranks(write, 2)
+    return run

@@ -101,12 +101,16 @@ def sign(folder: Path, about: Manifest | None = None) -> None:
     replace(about, files=files).write(folder)
 
 
+def make_mesh() -> ParallelMesh:
+    """Of the calling rank; all ranks are along TP."""
+    if not dist.is_initialized():
+        return ParallelMesh()
+    return ParallelMesh.create(dist.get_world_size(), 1, torch.device("cpu"))
+
+
 def make_store(folder: Path, retention: Retention | None = None) -> CheckpointStore:
-    """On the calling rank; all ranks are along TP."""
-    mesh = ParallelMesh()
-    if dist.is_initialized():
-        mesh = ParallelMesh.create(tp=dist.get_world_size(), pp=1, device=mesh.device)
-    return CheckpointStore(folder, mesh, retention)
+    """On the calling rank."""
+    return CheckpointStore(folder, make_mesh(), retention)
 
 
 def own_parts(store: CheckpointStore, tensors: Mapping[str, Tensor]) -> list[Part]:

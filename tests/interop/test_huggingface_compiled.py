@@ -1,5 +1,6 @@
 """hf mode against transformers as it runs by default: with its quantizers compiled."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from megabit.interop.huggingface import (
 from tests.interop.hf_models import BIT, FORMS, ONLINE, load, logits, some_tokens
 from tests.interop.random_source import RandomSource
 
+COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
+
 # Wide enough for bf16 activations near a rounding boundary, and for means of another order.
 MODEL = ModelConfig(
     vocab_size=300,
@@ -29,6 +32,7 @@ MODEL = ModelConfig(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not COMPILERS, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", FORMS)
 def test_compiled_quantizers(tmp_path: Path, quantization: Quantization, dtype: str) -> None:

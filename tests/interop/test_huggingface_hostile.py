@@ -152,6 +152,8 @@ def test_tensors_that_are_missing_or_unknown(folder: Path) -> None:
     rewrite(folder, {key: value for key, value in tensors.items() if "layers.1" not in key})
     assert refusal(folder).startswith(": has no model.layers.1.")
     assert " and 15 more; get all of its files" in refusal(folder)
+    rewrite(folder, {**tensors, f"{Q}_scale": tensors[f"{Q}_scale"].reshape(())})
+    HuggingFaceSource(folder).verify()
     for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.2.x", "\n; rm", "é" * 999):
         rewrite(folder, {**tensors, name: torch.ones(32)})
         line = refusal(folder)
@@ -160,6 +162,21 @@ def test_tensors_that_are_missing_or_unknown(folder: Path) -> None:
         assert len(line) < 300
     rewrite(folder, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     HuggingFaceSource(folder).verify()
+
+
+def test_a_tied_head_of_another_kind(tmp_path: Path) -> None:
+    save_random(tmp_path, TINY, torch.bfloat16)
+    tensors = stored(tmp_path)
+    embedding = tensors["model.embed_tokens.weight"]
+    for head in (embedding[1:], torch.ones(()), embedding.view(torch.int16)):
+        rewrite(tmp_path, {**tensors, "lm_head.weight": head})
+        assert "lm_head.weight: must be floats of shape (300, 32)" in refusal(tmp_path)
+    for same in (embedding.float(), embedding):
+        rewrite(tmp_path, {**tensors, "lm_head.weight": same})
+        assert HuggingFaceSource(tmp_path).model.tie_word_embeddings
+    point = {name: torch.ones(()) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    rewrite(tmp_path, {**tensors, **point})
+    assert "must be floats of shape (300, 32)" in refusal(tmp_path)
 
 
 @pytest.fixture

@@ -119,12 +119,12 @@ class Contents:
         stored = self.folder.tensors
         if not model.tie_word_embeddings or not {HEAD, EMBEDDING} <= stored.keys():
             return model
-        if stored[HEAD].shape == stored[EMBEDDING].shape and all(
-            torch.equal(self.folder.read(HEAD, rows), self.folder.read(EMBEDDING, rows))
-            for rows in row_slices(stored[HEAD].shape)
-        ):
-            return model
-        return replace(model, tie_word_embeddings=False)
+        shape = (model.vocab_size, model.hidden_size)
+        is_tied = stored[HEAD].shape == stored[EMBEDDING].shape == shape and all(
+            torch.equal(*(self.folder.read(name, rows).float() for name in (HEAD, EMBEDDING)))
+            for rows in row_slices(shape)
+        )
+        return model if is_tied else replace(model, tie_word_embeddings=False)
 
 
 def row_slices(shape: tuple[int, ...], elements: int = 1 << 20) -> Iterator[Index]:
