@@ -1,6 +1,7 @@
 """``megabit import`` and ``export``: what they print and write, and their exit codes."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from megabit.checkpoint.model_source import open_model
+from megabit.checkpoint.progress import Report
 from megabit.checkpoint.source import logical_tensors
 from megabit.checkpoint.ternary import write_ternary, write_training
-from megabit.cli.progress import watched
 from megabit.cli.words import size_text
+from megabit.config import load_config
+from megabit.interop.gguf_export import export_gguf
+from megabit.interop.huggingface import export_huggingface
 from tests.checkpoint.saved import save_run
 from tests.command import megabit, refused
+from tests.interop.gguf_tokenizers import own_tokenizer
 from tests.interop.hf_models import save_random
 from tests.interop.random_source import TINY, RandomSource
 
@@ -73,7 +78,12 @@ def test_master_weights_there_and_back(saved_run: Path, tmp_path: Path) -> None:
     code, out, _ = megabit("import", "hf", online, back)
     assert code == 0
     assert re.match(rf"Wrote {back}: training, 24 tensors", out[1])
-    assert out[2] == f"To train it further: megabit train run.init_from={back} …"
+    settings, tokenizer = (back / "assets" / name for name in ("model.yaml", "tokenizer.json"))
+    assert out[2:] == [
+        f"To train it further: megabit train {settings} run.init_from={back} …",
+        f"Its tokenizer, for a text of yours: data.tokenizer={tokenizer}",
+    ]
+    assert load_config([str(settings)]).model == open_model(saved_run).model
     masters, found = open_model(saved_run), open_model(back)
     for name in logical_tensors(masters.model):
         assert torch.equal(found.values(name), masters.values(name))
@@ -203,30 +213,26 @@ def test_help_has_an_example(command: tuple[str, ...]) -> None:
     assert f"Example: megabit {' '.join(command)} " in " ".join(" ".join(out).split())
 
 
-@pytest.mark.parametrize("has_masters", [True, False])
-def test_a_watched_model_is_the_model_and_is_seen_whole(
-    has_masters: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Progress adds up to the model's size, whatever is read of it and however often."""
-    source = RandomSource(has_masters=has_masters)
-    done: dict[str, float] = {}
-    with watched(source) as model:
-        advance = model.advance  # type: ignore[attr-defined]
-
-        def counted(name: str, more: float) -> None:
-            assert more > 0, "a bar does not go back"
-            done[name] = done.get(name, 0) + more
-            advance(name, more)
-
-        object.__setattr__(model, "advance", counted)
-        write_ternary(model, tmp_path / "out")
-        write_ternary(model, tmp_path / "again")
-    sizes = {n: torch.Size(t.shape).numel() for n, t in logical_tensors(source.model).items()}
-    assert done == sizes
-    plain = tmp_path / "plain"
-    write_ternary(source, plain)
-    files = [folder / "model.safetensors" for folder in (plain, tmp_path / "out")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+def test_writers_tell_how_far_they_are(tmp_path: Path) -> None:
+    """Every tensor once, and a share of all that grows from 0 to nearly 1."""
+    source = RandomSource()
+    own_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    wide = replace(TINY, vocab_size=400, hidden_size=256, intermediate_size=256)
+    with_tokenizer = RandomSource(wide, assets={"tokenizer.json": tmp_path / "tokenizer.json"})
+    writers: list[Callable[[Path, Report], object]] = [
+        lambda out, report: write_ternary(source, out, report=report),
+        lambda out, report: write_training(source, out, report=report),
+        lambda out, report: export_huggingface(source, out, report=report),
+        lambda out, report: export_gguf(with_tokenizer, out, "TQ2_0", report=report),
+    ]
+    for number, write in enumerate(writers):
+        told: list[tuple[str, float]] = []
+        write(tmp_path / f"{number}", lambda name, share, told=told: told.append((name, share)))
+        names, shares = zip(*told, strict=True)
+        assert len({*names}) == len(names) > 20
+        assert shares[0] == 0
+        assert list(shares) == sorted(shares)
+        assert 0.8 < shares[-1] < 1
 
 
 def test_sizes_in_words() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from megabit.errors import UserError
 from megabit.files import FileInfo
 from megabit.mesh import ParallelMesh
 from megabit.reduce import all_gather, any_rank, broadcast, first_problem
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -288,14 +291,7 @@ class CheckpointStore:
 
     def _agree_on_step(self, look: Callable[[], int]) -> int:
         """The step that ``look`` finds on this host, if it is the same on all."""
-        step, problem = -1, None
-        try:
-            step = look()
-        except UserError as error:
-            problem = str(error)
-        problem = first_problem(problem, self.mesh.world, self.mesh.device)
-        if problem is not None:
-            raise UserError(problem)
+        step = self._on_all_ranks(look)
         steps = all_gather(torch.tensor([step], device=self.mesh.device), self.mesh.world)
         if (steps != steps[0]).any():
             raise UserError(
@@ -307,25 +303,35 @@ class CheckpointStore:
     def _verified(self, step: int) -> Checkpoint:
         """The checkpoint of ``step``, every file of it hashed by one of the ranks."""
         path, world = self.folder.of_step(step), self.mesh.world
-        manifest: Manifest | None = None
-        problem, is_damaged = None, False
-        try:
+
+        def check_files() -> Manifest:
             manifest = Manifest.read(path)
             if manifest.step != step:
                 raise DamagedCheckpoint(f"{path / MANIFEST}: is of step {manifest.step}")
             check_names(path, manifest)
             for name, expected in list(manifest.files.items())[world.rank :: world.size]:
                 check_file(path, name, expected)
-            if self.mesh.is_main:
-                check_tensors(path, manifest)
-        except UserError as error:
-            problem, is_damaged = str(error), isinstance(error, DamagedCheckpoint)
-        is_damaged = any_rank(is_damaged, world, self.mesh.device)
-        problem = first_problem(problem, world, self.mesh.device)
-        if problem is not None:
-            raise (DamagedCheckpoint if is_damaged else UserError)(*problem.splitlines())
-        assert manifest is not None
+            return manifest
+
+        manifest = self._on_all_ranks(check_files)
+        # Then only: what is wrong with the tensors of a damaged file is not what went wrong.
+        self._on_all_ranks(lambda: check_tensors(path, manifest) if self.mesh.is_main else None)
         return Checkpoint(path, manifest)
+
+    def _on_all_ranks(self, look: Callable[[], T]) -> T:
+        """What ``look`` returns on this rank; if it refuses something on any, all refuse it."""
+        problem: UserError | None = None
+        try:
+            found = look()
+        except UserError as error:
+            problem = error
+        is_damaged = isinstance(problem, DamagedCheckpoint)
+        is_damaged = any_rank(is_damaged, self.mesh.world, self.mesh.device)
+        text = None if problem is None else str(problem)
+        text = first_problem(text, self.mesh.world, self.mesh.device)
+        if text is not None:
+            raise (DamagedCheckpoint if is_damaged else UserError)(*text.splitlines())
+        return found
 
 
 def rank_file(rank: int) -> str:

@@ -55,6 +55,10 @@ class LazyTensor:
     offset: tuple[int, ...] | None = None
     """Where in its logical tensor it begins, if it may be a part of one."""
 
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
     @staticmethod
     def of(name: str, tensor: Tensor, offset: tuple[int, ...] | None = None) -> "LazyTensor":
         """One that is there already."""
@@ -107,7 +111,7 @@ def _header(tensors: Sequence[LazyTensor], metadata: Mapping[str, str]) -> bytes
     for tensor in tensors:
         if tensor.name in entries:
             raise ValueError(f"{tensor.name} is given twice")
-        end = begin + tensor.dtype.itemsize * torch.Size(tensor.shape).numel()
+        end = begin + tensor.bytes
         entries[tensor.name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": tensor.shape,

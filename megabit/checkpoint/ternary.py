@@ -22,7 +22,6 @@ and who copies a model copies codes and γ as they are.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch import Tensor
 from megabit.checkpoint.assets import copy_assets
 from megabit.checkpoint.manifest import Kind, Manifest
 from megabit.checkpoint.new_folder import new_folder
+from megabit.checkpoint.progress import Report, no_report, reporting
 from megabit.checkpoint.source import LogicalTensor, ModelSource, logical_tensors
 from megabit.checkpoint.tensor_file import LazyTensor, write_tensors
 from megabit.checkpoint.verify import CODES, SCALE
@@ -74,6 +74,7 @@ def write_ternary(
     out: Path,
     origin: Origin | None = None,
     dtype: Literal["bfloat16", "float32"] | None = None,
+    report: Report = no_report,
 ) -> Written:
     """Write the codes and scales of ``source`` as they are, one tensor in memory at a time.
 
@@ -106,16 +107,24 @@ def write_ternary(
         "model": json.dumps(asdict(source.model)),
         "max_length": str(source.max_length),
     }
-    return _write(source, out, "ternary", tensors, origin or Origin(), metadata)
+    tensors = reporting(tensors, report)
+    return _write(source, out, "ternary", tensors, origin or Origin(), metadata, source.assets)
 
 
-def write_training(source: ModelSource, out: Path, run: Mapping[str, Any] | None = None) -> Written:
+def write_training(
+    source: ModelSource,
+    out: Path,
+    run: Mapping[str, Any] | None = None,
+    more_assets: Mapping[str, Path] | None = None,
+    report: Report = no_report,
+) -> Written:
     """Write the masters of ``source``, in fp32, as a training checkpoint of step 0: what a run can
     begin with. One tensor in memory at a time.
 
     Args:
         out: a folder that does not exist.
         run: JSON values for the manifest.
+        more_assets: beside those of the source.
 
     Raises:
         UserError: there are no masters, they cannot be read, or ``out`` not written.
@@ -129,7 +138,9 @@ def write_training(source: ModelSource, out: Path, run: Mapping[str, Any] | None
         _dense(source, name, tensor.shape, torch.float32, f"master/{name}")
         for name, tensor in logical_tensors(source.model).items()
     ]
-    return _write(source, out, "training", tensors, Origin(run=run or {}), {})
+    assets = {**source.assets, **(more_assets or {})}
+    origin = Origin(run=run or {})
+    return _write(source, out, "training", reporting(tensors, report), origin, {}, assets)
 
 
 def _ternary(source: ModelSource, name: str, tensor: LogicalTensor) -> list[LazyTensor]:
@@ -164,10 +175,11 @@ def _write(
     tensors: Sequence[LazyTensor],
     origin: Origin,
     metadata: Mapping[str, str],
+    assets: Mapping[str, Path],
 ) -> Written:
     with new_folder(out) as folder:
         files = {FILE: write_tensors(folder / FILE, tensors, metadata)}
-        files |= copy_assets(source.assets, folder)
+        files |= copy_assets(assets, folder)
         Manifest(
             kind=kind,
             step=origin.step,
@@ -183,5 +195,5 @@ def _write(
         kind=kind,
         tensors=len(tensors),
         bytes=sum(info.bytes for info in files.values()),
-        ternary_bytes=sum(t.dtype.itemsize * math.prod(t.shape) for t in ternary),
+        ternary_bytes=sum(tensor.bytes for tensor in ternary),
     )

@@ -99,25 +99,25 @@ def verify(path: Path_) -> None:
         # What ``latest`` names is to be there, whatever else is.
         checkpoints = [*dict.fromkeys([*latest, *steps])] or [find_checkpoint(path)]
     problems: list[str] = []
-    with bar(sum(_size(checkpoint) for checkpoint in checkpoints)) as advance:
+    total = max(1, sum(_size(checkpoint) for checkpoint in checkpoints))
+    done = 0
+    with bar() as progress:
         for checkpoint in checkpoints:
-            before = 0
 
             def report(name: str, size: int, of: Path = checkpoint) -> None:
-                nonlocal before
-                advance(f"{of.name}/{name}", before)
-                before = size
+                nonlocal done
+                progress(f"{of.name}/{name}", done / total)
+                done += size
 
             new = diagnose(checkpoint, report)
-            advance("", before)
             problems += new
             if not new:
                 manifest = Manifest.read(checkpoint)
-                total = sum(file.bytes for file in manifest.files.values())
+                size = sum(file.bytes for file in manifest.files.values())
                 files = len(manifest.files) + 1
                 print(
                     f"in order: {checkpoint}, {manifest.kind}, step {manifest.step}, "
-                    f"{files} files, {size_text(total)}",
+                    f"{files} files, {size_text(size)}",
                     flush=True,
                 )
     if problems:

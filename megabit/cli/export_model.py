@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megabit.cli.progress import watched
+from megabit.cli.progress import bar
 from megabit.cli.words import size_text
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def hf(
     """
     from megabit.interop.huggingface import export_huggingface
 
-    with watched(_open(source)) as model:
-        report = export_huggingface(model, out, mode, linear_class, dtype)
+    with bar() as progress:
+        report = export_huggingface(_open(source), out, mode, linear_class, dtype, report=progress)
     print(f"Wrote {report.path}: {report.tensors} tensors, {size_text(report.bytes)}")
     if report.changed_codes:
         share = report.changed_codes / report.total_codes
@@ -84,6 +84,9 @@ def gguf(
             "weight), I2_S is bitnet.cpp's."
         ),
     ] = "TQ2_0",
+    embedding: Annotated[
+        Literal["F16", "F32"], typer.Option(help="Of the embedding, which is also the head.")
+    ] = "F16",
 ) -> None:
     """Write a GGUF file for llama.cpp or bitnet.cpp, with its tokenizer.
 
@@ -93,8 +96,8 @@ def gguf(
     """
     from megabit.interop.gguf_export import export_gguf
 
-    with watched(_open(source)) as model:
-        report = export_gguf(model, out, type)
+    with bar() as progress:
+        report = export_gguf(_open(source), out, type, embedding, progress)
     print(f"Wrote {report.path}: {report.tensors} tensors, {size_text(report.bytes)}")
     if report.scale_change:
         print(f"note: scales are fp16 in this type, off by {report.scale_change:.1e} at most")
@@ -123,9 +126,9 @@ def safetensors(
     """
     from megabit.checkpoint.ternary import write_ternary
 
-    opened = _open(source)
-    with watched(opened) as model:
-        written = write_ternary(model, out, _origin(opened), dtype)
+    model = _open(source)
+    with bar() as progress:
+        written = write_ternary(model, out, _origin(model), dtype, progress)
     print(
         f"Wrote {written.path}: {written.tensors} tensors, {size_text(written.bytes)}, of which "
         f"codes and scales are {size_text(written.ternary_bytes)}"

@@ -1,12 +1,14 @@
 """``megabit import``: models of other tools as checkpoints."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabit.cli.progress import watched
+from megabit.cli.progress import bar
 from megabit.cli.words import model_text, size_text
+from megabit.config import model_to_yaml
 from megabit.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
     from megabit.interop.huggingface import HuggingFaceSource
 
 app = typer.Typer(no_args_is_help=True)
+
+SETTINGS = "model.yaml"
+"""Of the model, to train it with."""
+TOKENIZER = "tokenizer.json"
 
 
 @app.callback()
@@ -57,6 +63,7 @@ def hf(
 
     Example: megabit import hf downloaded/bitnet imported/ --check-tokens 64
     """
+    from megabit.checkpoint.manifest import ASSETS
     from megabit.checkpoint.ternary import Origin, write_ternary, write_training
     from megabit.interop.huggingface import HuggingFaceSource
 
@@ -65,11 +72,13 @@ def hf(
     source.verify()
     print(f"Read {path}: {model_text(source.model)}", flush=True)
     run = {"imported from": path.absolute().name}
-    with watched(source) as model:
+    with bar() as progress, TemporaryDirectory() as folder:
         if source.has_masters:
-            written = write_training(model, out, run)
+            settings = Path(folder) / SETTINGS
+            settings.write_text(model_to_yaml(source.model), encoding="utf-8")
+            written = write_training(source, out, run, {SETTINGS: settings}, progress)
         else:
-            written = write_ternary(model, out, Origin(run=run))
+            written = write_ternary(source, out, Origin(run=run), report=progress)
     print(f"Wrote {out}: {written.kind}, {written.tensors} tensors, {size_text(written.bytes)}")
     if source.quantization is None:
         print(
@@ -82,7 +91,9 @@ def hf(
             "not trained further."
         )
     else:
-        print(f"To train it further: megabit train run.init_from={out} …")
+        print(f"To train it further: megabit train {out / ASSETS / SETTINGS} run.init_from={out} …")
+        if TOKENIZER in source.assets:
+            print(f"Its tokenizer, for a text of yours: data.tokenizer={out / ASSETS / TOKENIZER}")
     if tokens is not None:
         from megabit.training.import_check import compare_with_huggingface
 

@@ -4,7 +4,7 @@ arguments (``compose``) and checked as a whole before any process group exists (
 Nothing here imports torch, so that ``megabit config`` and ``--help`` answer at once.
 """
 
-from megabit.config.compose import config_from_tree, load_config, to_yaml
+from megabit.config.compose import config_from_tree, load_config, model_to_yaml, to_yaml
 from megabit.config.schema import (
     SCHEDULE_CHUNKS,
     CheckpointConfig,
@@ -35,6 +35,7 @@ __all__ = [
     "config_from_tree",
     "find_problems",
     "load_config",
+    "model_to_yaml",
     "to_yaml",
     "tree_blocks",
 ]

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megabit.config.schema import Config
+from megabit.config.schema import Config, ModelConfig
 from megabit.config.validate import find_problems
 from megabit.errors import UserError
 
@@ -75,6 +75,11 @@ def config_from_tree(tree: Mapping[str, Any], origin: str) -> Config:
 def to_yaml(config: Config) -> str:
     """The resolved tree as YAML; ``load_config`` of it gives the same ``Config``."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def model_to_yaml(model: ModelConfig) -> str:
+    """The section ``model`` alone, as a file of settings."""
+    return OmegaConf.to_yaml({"model": OmegaConf.structured(model)})
 
 
 def _unset_tree() -> DictConfig:

@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megabit.checkpoint.progress import Report, no_report, reporting
 from megabit.checkpoint.source import ModelSource, logical_tensors
 from megabit.config import ModelConfig
 from megabit.errors import UserError
@@ -90,6 +91,7 @@ def export_gguf(
     out: Path,
     tensor_type: GgufTensorType,
     embedding_type: EmbeddingType = "F16",
+    report: Report = no_report,
 ) -> GgufReport:
     """Write ``source`` to a new file ``out``; one tensor is in memory at a time.
 
@@ -102,7 +104,7 @@ def export_gguf(
     tokenizer = read_tokenizer(source)
     architecture = _architecture(model, tensor_type)
     scale_changes: list[float] = []
-    tensors = _tensors(source, tensor_type, embedding_type, scale_changes)
+    tensors = reporting(_tensors(source, tensor_type, embedding_type, scale_changes), report)
     try:
         with replacing(out) as draft:
             write_gguf(draft, architecture, FILE_TYPES[tensor_type], source, tokenizer, tensors)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +14,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabit.checkpoint import CheckpointStore, Manifest, Part, Retention, TensorReader
+from megabit.checkpoint import (
+    CheckpointStore,
+    Manifest,
+    Part,
+    Retention,
+    Saved,
+    TensorReader,
+)
 from megabit.checkpoint.manifest import Kind
 from megabit.checkpoint.tensor_file import LazyTensor, write_tensors
 from megabit.checkpoint.verify import expected_tensors, verify
@@ -33,6 +42,8 @@ MODEL = ModelConfig(
     num_attention_heads=2,
     num_key_value_heads=1,
 )
+PATIENCE_S = 60
+"""For what takes no time at all, on a machine that is busy."""
 CHANGES_DISK = (
     *("open", "write", "writelines", "fsync", "sendfile", "rename", "replace", "unlink", "remove"),
     *("mkdir", "rmdir", "link", "symlink", "truncate", "ftruncate"),
@@ -128,6 +139,21 @@ def save(store: CheckpointStore, step: int, assets: Mapping[str, Path] | None = 
     saved = store.finish()
     assert saved is not None
     return saved.problem
+
+
+def poll_until_told(checkpoints: CheckpointStore) -> Saved:
+    """In a world of one."""
+    started = time.monotonic()
+    while (saved := checkpoints.poll()) is None:
+        assert time.monotonic() < started + PATIENCE_S
+        time.sleep(0.001)
+    return saved
+
+
+def found_step(checkpoints: CheckpointStore) -> int:
+    """Of the newest checkpoint, or -1."""
+    found = checkpoints.find(falls_back=False, alert=pytest.fail)
+    return -1 if found is None else found.manifest.step
 
 
 def assert_holds(path: Path, step: int, kind: Kind = "training") -> None:

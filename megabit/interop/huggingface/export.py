@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megabit.checkpoint.new_folder import new_folder
+from megabit.checkpoint.progress import Report, no_report, reporting
 from megabit.checkpoint.source import ModelSource, logical_tensors
 from megabit.checkpoint.tensor_file import LazyTensor, write_tensors
 from megabit.errors import UserError
@@ -56,6 +57,7 @@ def export_huggingface(
     linear_class: LinearClass = "autobitlinear",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     max_shard_bytes: int = SHARD_BYTES,
+    report: Report = no_report,
 ) -> ExportReport:
     """Write ``source`` to the new folder ``out``.
 
@@ -75,7 +77,8 @@ def export_huggingface(
     config = config_tree(source.model, source.max_length, quantization, stored_dtype, ids)
     changed: dict[str, int] = {}
     with new_folder(out) as draft:
-        tensors = list(_tensors(source, quantization, stored_dtype, changed))
+        tensors = [*_tensors(source, quantization, stored_dtype, changed)]
+        tensors = reporting(tensors, report)
         size = _write_shards(draft, tensors, max_shard_bytes)
         write_text(draft / "config.json", json.dumps(config, indent=2) + "\n", durable=True)
         write_tokenizer_files(source, draft, ids)
@@ -157,18 +160,17 @@ def _write_shards(folder: Path, tensors: list[LazyTensor], max_bytes: int) -> in
     shards: list[list[LazyTensor]] = [[]]
     filled = 0
     for tensor in tensors:
-        size = _size(tensor)
-        if shards[-1] and filled + size > max_bytes:
+        if shards[-1] and filled + tensor.bytes > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(tensor)
-        filled += size
+        filled += tensor.bytes
     names = [SINGLE]
     if len(shards) > 1:
         count = len(shards)
         names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         index = {
-            "metadata": {"total_size": sum(map(_size, tensors))},
+            "metadata": {"total_size": sum(tensor.bytes for tensor in tensors)},
             "weight_map": {
                 tensor.name: name
                 for name, shard in zip(names, shards, strict=True)
@@ -181,7 +183,3 @@ def _write_shards(folder: Path, tensors: list[LazyTensor], max_bytes: int) -> in
         for name, shard in zip(names, shards, strict=True)
     ]
     return sum(info.bytes for info in written)
-
-
-def _size(tensor: LazyTensor) -> int:
-    return torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
