@@ -75,5 +75,5 @@ def _chunks(index: Index) -> Iterator[Index]:
     """Of a part of a matrix, some rows at a time."""
     rows, columns = index
     step = max(1, CHUNK_ELEMENTS // max(1, columns.stop - columns.start))
-    for start in range(rows.start, rows.stop, step):
+    for start in range(rows.start, rows.stop, step) or [rows.start]:  # of no rows, one of none
         yield slice(start, min(start + step, rows.stop)), columns

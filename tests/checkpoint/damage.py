@@ -67,7 +67,6 @@ DAMAGES = (
     *(cut_short, lengthen, flip, flip_in_header, make_empty, Path.unlink),
     *(make_folder, make_dangling, make_circle),
 )
-NAMES = ("manifest.json", FIRST, LAST, "assets/tokenizer.json")
 
 
 # Files that are what the manifest says, and do not hold the model.

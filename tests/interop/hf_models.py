@@ -14,7 +14,7 @@ from torch import Tensor
 from megabit.config import ModelConfig
 from megabit.interop.huggingface import Quantization
 from megabit_kernels import numerics
-from megabit_kernels.formats.huggingface import encode, encode_scale
+from megabit_kernels.formats.huggingface import encode
 from megabit_kernels.packing import pack
 
 ONLINE = Quantization("online", "autobitlinear")
@@ -84,9 +84,12 @@ def quantize(path: Path, quantization: Quantization, scale_dtype: torch.dtype) -
     tensors = {}
     for name, values in load_file(path / "model.safetensors").items():
         if "_proj." in name:
-            codes, gamma = numerics.absmean_ternarize(values)
-            scale = encode_scale(gamma, quantization.linear_class, scale_dtype)
-            tensors[f"{name}_scale"] = scale
+            codes, _ = numerics.absmean_ternarize(values)
+            mean = values.float().abs().mean()
+            scale = mean if quantization == AUTO else 1 / mean
+            # Any number, not only one that is the rounded inverse of an fp32 γ.
+            scale = torch.nextafter(scale, torch.tensor(1e9))
+            tensors[f"{name}_scale"] = scale.reshape(1).to(scale_dtype)
             values = encode(pack(codes), values.shape[1])
         tensors[name] = values
     rewrite(path, tensors)

@@ -134,6 +134,23 @@ def test_codes_that_bf16_masters_change_are_counted(tmp_path: Path) -> None:
     assert report.total_codes == sum(source.values(name).numel() for name in names)
 
 
+def test_masters_whose_gamma_bf16_changes(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Biased(RandomSource):
+        """1 + 2^-8, which bf16 makes 1, and a 0.5 in each row: below γ/2, and above it then."""
+
+        def _master(self, name: str) -> Tensor:
+            values = super()._master(name)
+            if values.dim() == 2:
+                values = torch.full_like(values, 1 + 2**-8)
+                values[:, 3] = 0.5
+            return values
+
+    source = Biased(replace(TINY, hidden_size=256, intermediate_size=256))
+    report = export_huggingface(source, tmp_path / "out", "online")
+    assert report.changed_codes == report.total_codes / 256
+
+
 @pytest.mark.parametrize("quantization", FORMS)
 def test_shards_and_their_index(tmp_path: Path, quantization: Quantization) -> None:
     model = replace(TINY, tie_word_embeddings=False)

@@ -144,6 +144,16 @@ def test_codes_as_floats(tmp_path: Path) -> None:
     assert "must be packed codes of shape (32/4, 32)" in refusal(tmp_path / "bit")
 
 
+def test_a_scale_whose_inverse_fp32_cannot_hold(tmp_path: Path) -> None:
+    save_random(tmp_path, TINY, torch.bfloat16)
+    quantize(tmp_path, BIT, torch.bfloat16)
+    tensors = stored(tmp_path)
+    for scale in (1e-300, 1e300):
+        name = f"{Q}_scale"
+        rewrite(tmp_path, {**tensors, name: torch.tensor([scale], dtype=torch.float64)})
+        assert f"{name}: must be positive and finite, not {scale}" in refusal(tmp_path)
+
+
 def test_tensors_that_are_missing_or_unknown(folder: Path) -> None:
     tensors = stored(folder)
     for name in (Q, f"{Q}_scale", NORM, "lm_head.weight"):
