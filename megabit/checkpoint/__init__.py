@@ -9,7 +9,8 @@ saved. ``source`` is how a model is read tensor by tensor, from these or other f
 from megabit.checkpoint.folder import CheckpointFolder, Retention
 from megabit.checkpoint.manifest import DamagedCheckpoint, Manifest
 from megabit.checkpoint.reader import TensorReader
-from megabit.checkpoint.store import Checkpoint, CheckpointStore, Part, Saved
+from megabit.checkpoint.store import CheckpointStore, Part, Saved
+from megabit.checkpoint.together import Checkpoint, on_all_ranks, verified
 from megabit.checkpoint.verify import MASTER_KINDS
 
 __all__ = [
@@ -23,4 +24,6 @@ __all__ = [
     "Retention",
     "Saved",
     "TensorReader",
+    "on_all_ranks",
+    "verified",
 ]

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from megabit.checkpoint.assets import copy_assets
 from megabit.checkpoint.folder import CheckpointFolder, Retention
-from megabit.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
+from megabit.checkpoint.manifest import DamagedCheckpoint, Manifest
 from megabit.checkpoint.tensor_file import LazyTensor, write_tensors
-from megabit.checkpoint.verify import check_file, check_names, check_tensors
+from megabit.checkpoint.together import Checkpoint, on_all_ranks, verified
 from megabit.errors import UserError
 from megabit.files import FileInfo
 from megabit.mesh import ParallelMesh
@@ -46,19 +46,6 @@ class Part:
     offset: tuple[int, ...]
     """Where the part begins in it."""
     values: Tensor
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint on disk."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def assets(self) -> dict[str, Path]:
-        """What travels with the model, by name."""
-        return self.manifest.assets(self.path)
 
 
 @dataclass(frozen=True)
@@ -199,10 +186,10 @@ class CheckpointStore:
             DamagedCheckpoint: it is not what was saved, or none is.
             UserError: it is of another version, or hosts do not see the same one.
         """
-        step = self._agree_on_step(self._latest_step)
+        step = self._agree_on_step(partial(self._latest_step, falls_back, alert))
         while step >= 0:
             try:
-                checkpoint = self._verified(step)
+                checkpoint = verified(self.folder.of_step(step), self.mesh, step)
             except DamagedCheckpoint as error:
                 if not falls_back:
                     raise DamagedCheckpoint(
@@ -236,7 +223,7 @@ class CheckpointStore:
         problem = None
         try:
             own = save.writing.result()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is, it must not stop a run
             own = FileInfo(0, "")
             problem = f"{save.draft / rank_file(self.mesh.world.rank)}: cannot write it ({error})"
         save.problem = first_problem(problem, self.mesh.world, self.mesh.device)
@@ -282,16 +269,26 @@ class CheckpointStore:
         infos = [FileInfo(b, bytes(d).hex()) for b, d in zip(sizes, digests, strict=True)]
         return {rank_file(rank): info for rank, info in enumerate(infos)}
 
-    def _latest_step(self) -> int:
-        latest = self.folder.latest()
-        return -1 if latest is None else int(latest.name.removeprefix("step_"))
+    def _latest_step(self, falls_back: bool, alert: Callable[[str], None]) -> int:
+        """What ``latest`` says. Where it is missing, as after the death of a run that had just
+        saved for the first time, or is not readable and that may be: the newest there is."""
+        latest = None
+        try:
+            latest = self.folder.latest()
+        except UserError as error:
+            if not falls_back:
+                raise
+            alert(str(error))
+        if latest is None:
+            return next(iter(self.folder.steps()), -1)
+        return int(latest.name.removeprefix("step_"))
 
     def _newest_before(self, step: int) -> int:
         return next((older for older in self.folder.steps() if older < step), -1)
 
     def _agree_on_step(self, look: Callable[[], int]) -> int:
         """The step that ``look`` finds on this host, if it is the same on all."""
-        step = self._on_all_ranks(look)
+        step = on_all_ranks(look, self.mesh)
         steps = all_gather(torch.tensor([step], device=self.mesh.device), self.mesh.world)
         if (steps != steps[0]).any():
             raise UserError(
@@ -299,39 +296,6 @@ class CheckpointStore:
                 "it must be a folder that all of them share"
             )
         return step
-
-    def _verified(self, step: int) -> Checkpoint:
-        """The checkpoint of ``step``, every file of it hashed by one of the ranks."""
-        path, world = self.folder.of_step(step), self.mesh.world
-
-        def check_files() -> Manifest:
-            manifest = Manifest.read(path)
-            if manifest.step != step:
-                raise DamagedCheckpoint(f"{path / MANIFEST}: is of step {manifest.step}")
-            check_names(path, manifest)
-            for name, expected in list(manifest.files.items())[world.rank :: world.size]:
-                check_file(path, name, expected)
-            return manifest
-
-        manifest = self._on_all_ranks(check_files)
-        # Then only: what is wrong with the tensors of a damaged file is not what went wrong.
-        self._on_all_ranks(lambda: check_tensors(path, manifest) if self.mesh.is_main else None)
-        return Checkpoint(path, manifest)
-
-    def _on_all_ranks(self, look: Callable[[], T]) -> T:
-        """What ``look`` returns on this rank; if it refuses something on any, all refuse it."""
-        problem: UserError | None = None
-        try:
-            found = look()
-        except UserError as error:
-            problem = error
-        is_damaged = isinstance(problem, DamagedCheckpoint)
-        is_damaged = any_rank(is_damaged, self.mesh.world, self.mesh.device)
-        text = None if problem is None else str(problem)
-        text = first_problem(text, self.mesh.world, self.mesh.device)
-        if text is not None:
-            raise (DamagedCheckpoint if is_damaged else UserError)(*text.splitlines())
-        return found
 
 
 def rank_file(rank: int) -> str:

@@ -62,8 +62,9 @@ def hf(
     """
     from megabit.interop.huggingface import export_huggingface
 
+    model = _open(source)
     with bar() as progress:
-        report = export_huggingface(_open(source), out, mode, linear_class, dtype, report=progress)
+        report = export_huggingface(model, out, mode, linear_class, dtype, report=progress)
     print(f"Wrote {report.path}: {report.tensors} tensors, {size_text(report.bytes)}")
     if report.changed_codes:
         share = report.changed_codes / report.total_codes
@@ -96,8 +97,9 @@ def gguf(
     """
     from megabit.interop.gguf_export import export_gguf
 
+    model = _open(source)
     with bar() as progress:
-        report = export_gguf(_open(source), out, type, embedding, progress)
+        report = export_gguf(model, out, type, embedding, progress)
     print(f"Wrote {report.path}: {report.tensors} tensors, {size_text(report.bytes)}")
     if report.scale_change:
         print(f"note: scales are fp16 in this type, off by {report.scale_change:.1e} at most")

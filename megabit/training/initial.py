@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
+from megabit.checkpoint import on_all_ranks, verified
+from megabit.checkpoint.model_source import CheckpointSource
 from megabit.checkpoint.source import ModelSource
 from megabit.config import Config, ModelConfig
 from megabit.errors import UserError
 from megabit.interop.opening import open_source
 from megabit.mesh import ParallelMesh
-from megabit.reduce import first_problem
 from megabit.training.step import TrainingState
 
 FREE = ("initializer_range", "linear")
@@ -28,13 +29,16 @@ def open_initial(config: Config, mesh: ParallelMesh) -> ModelSource | None:
     """
     if config.run.init_from is None:
         return None
-    source, problem = None, None
-    try:
-        source = open_source(Path(config.run.init_from))
+    path = Path(config.run.init_from)
+
+    def open_and_check() -> ModelSource:
+        source = open_source(path)
         check_initial(source, config.model)
-    except UserError as error:
-        problem = str(error)
-    _refuse(problem, mesh)
+        return source
+
+    source = on_all_ranks(open_and_check, mesh)
+    if isinstance(source, CheckpointSource):
+        verified(source.path, mesh)
     return source
 
 
@@ -58,17 +62,10 @@ def check_initial(source: ModelSource, model: ModelConfig) -> None:
 @torch.no_grad()
 def begin_with(state: TrainingState, source: ModelSource) -> None:
     """Give the masters the values of ``source``; collective over the mesh."""
-    problem = None
-    try:
+
+    def read() -> None:
         for piece in state.optimizer.pieces():
             piece.tensors["master"].copy_(source.values(piece.name, piece.index))
-    except UserError as error:
-        problem = str(error)
-    _refuse(problem, state.mesh)
+
+    on_all_ranks(read, state.mesh)
     state.optimizer.publish()
-
-
-def _refuse(problem: str | None, mesh: ParallelMesh) -> None:
-    problem = first_problem(problem, mesh.world, mesh.device)
-    if problem is not None:
-        raise UserError(*problem.splitlines())

@@ -12,10 +12,16 @@ from typing import Any
 
 import torch
 
-from megabit.checkpoint import MASTER_KINDS, Checkpoint, Manifest, Part, TensorReader
+from megabit.checkpoint import (
+    MASTER_KINDS,
+    Checkpoint,
+    Manifest,
+    Part,
+    TensorReader,
+    on_all_ranks,
+)
 from megabit.config import Config
 from megabit.errors import UserError
-from megabit.reduce import first_problem
 from megabit.training.step import TrainingState
 
 
@@ -93,20 +99,17 @@ def restore(state: TrainingState, checkpoint: Checkpoint) -> int:
 
     Each rank reads its own slices, whatever the layout that wrote them.
     """
-    optimizer, mesh = state.optimizer, state.mesh
+    optimizer = state.optimizer
     optimizer.begin_restore(checkpoint.manifest.updates)
-    problem = None
-    try:
+
+    def read() -> None:
         with TensorReader(checkpoint.path) as reader:
             for piece in optimizer.pieces():
                 for kind in MASTER_KINDS:
                     if kind in piece.tensors:
                         reader.read_into(piece.tensors[kind], f"{kind}/{piece.name}", piece.index)
-    except UserError as error:
-        problem = str(error)
-    problem = first_problem(problem, mesh.world, mesh.device)
-    if problem is not None:
-        raise UserError(problem)
+
+    on_all_ranks(read, state.mesh)
     optimizer.publish()
     return checkpoint.manifest.step
 

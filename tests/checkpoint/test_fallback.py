@@ -131,13 +131,28 @@ def test_another_version_is_not_stepped_back_from(tmp_path: Path) -> None:
     assert problems == (f"{path}: is of version 1; this megabit reads version 2",)
 
 
-@pytest.mark.parametrize("falls_back", [False, True])
 @pytest.mark.parametrize("content", ["", "step_1", "step_" + "9" * 40])
-def test_latest_that_is_no_name(content: str, falls_back: bool, tmp_path: Path) -> None:
+def test_latest_that_is_no_name(content: str, tmp_path: Path) -> None:
+    """Refused; who falls back takes the newest there is."""
     write_checkpoint(tmp_path / "step_00000001", 1)
     (tmp_path / "latest").write_text(content)
-    _, (problem,) = refusal(make_store(tmp_path), falls_back)
-    assert problem.startswith(f"{tmp_path / 'latest'}: must hold the name of a checkpoint")
+    expected = f"{tmp_path / 'latest'}: must hold the name of a checkpoint"
+    _, (problem,) = refusal(make_store(tmp_path), falls_back=False)
+    assert problem.startswith(expected)
+    alerts: list[str] = []
+    found = make_store(tmp_path).find(True, alerts.append)
+    assert found is not None
+    assert found.manifest.step == 1
+    assert [alert.startswith(expected) for alert in alerts] == [True]
+
+
+def test_without_latest_the_newest_is_taken(tmp_path: Path) -> None:
+    """A run died after its first checkpoint was complete and before it was called the latest."""
+    for step in (1, 2):
+        write_checkpoint(tmp_path / f"step_{step:08d}", step)
+    found = make_store(tmp_path).find(False, pytest.fail)
+    assert found is not None
+    assert found.manifest.step == 2
 
 
 def test_a_run_goes_on_from_where_it_fell_back_to(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Find out together: what one rank sees of a checkpoint is known to all, or refused by all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from megabit.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
+from megabit.checkpoint.verify import check_file, check_names, check_tensors
+from megabit.errors import UserError
+from megabit.mesh import ParallelMesh
+from megabit.reduce import any_rank, first_problem
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def assets(self) -> dict[str, Path]:
+        """What travels with the model, by name."""
+        return self.manifest.assets(self.path)
+
+
+def verified(path: Path, mesh: ParallelMesh, step: int | None = None) -> Checkpoint:
+    """The checkpoint in ``path``, after each of its files was hashed by one of the ranks;
+    collective over the mesh.
+
+    Args:
+        step: of which it must be.
+
+    Raises:
+        DamagedCheckpoint: it is not what was saved.
+        UserError: it is of another version.
+    """
+
+    def check_files() -> Manifest:
+        manifest = Manifest.read(path)
+        if step is not None and manifest.step != step:
+            raise DamagedCheckpoint(f"{path / MANIFEST}: is of step {manifest.step}")
+        check_names(path, manifest)
+        for name, expected in list(manifest.files.items())[mesh.world.rank :: mesh.world.size]:
+            check_file(path, name, expected)
+        return manifest
+
+    manifest = on_all_ranks(check_files, mesh)
+    # Then only: what is wrong with the tensors of a damaged file is not what went wrong.
+    on_all_ranks(lambda: check_tensors(path, manifest) if mesh.is_main else None, mesh)
+    return Checkpoint(path, manifest)
+
+
+def on_all_ranks(look: Callable[[], T], mesh: ParallelMesh) -> T:
+    """What ``look`` returns on this rank; if it refuses something on any, all refuse it."""
+    problem: UserError | None = None
+    try:
+        found = look()
+    except UserError as error:
+        problem = error
+    is_damaged = any_rank(isinstance(problem, DamagedCheckpoint), mesh.world, mesh.device)
+    text = None if problem is None else str(problem)
+    text = first_problem(text, mesh.world, mesh.device)
+    if text is not None:
+        raise (DamagedCheckpoint if is_damaged else UserError)(*text.splitlines())
+    return found
