@@ -1,6 +1,7 @@
 """``megabit import`` and ``export``: what they print and write, and their exit codes."""
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megabit.checkpoint.model_source import open_model
+from megabit.checkpoint.model_source import find_checkpoint, open_model
 from megabit.checkpoint.progress import Report
 from megabit.checkpoint.source import logical_tensors
 from megabit.checkpoint.ternary import write_ternary, write_training
@@ -233,6 +234,20 @@ def test_writers_tell_how_far_they_are(tmp_path: Path) -> None:
         assert shares[0] == 0
         assert list(shares) == sorted(shares)
         assert 0.8 < shares[-1] < 1
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf", "safetensors"])
+def test_a_damaged_model_is_not_exported(kind: str, saved_run: Path, tmp_path: Path) -> None:
+    """Its copy would be in order, with hashes of its own."""
+    run = tmp_path / "run"
+    shutil.copytree(saved_run, run)
+    file = find_checkpoint(run) / "rank_00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    message = refused("export", kind, run, tmp_path / "out")
+    assert message == f"{file}: is not what was saved: its SHA-256 differs"
+    assert not (tmp_path / "out").exists()
 
 
 def test_sizes_in_words() -> None:

@@ -138,11 +138,13 @@ def safetensors(
 
 
 def _open(path: Path) -> "ModelSource":
-    """Open it, and say so if a ternary model is about to be made of one that never was."""
+    """Open a model that is what was saved (a copy of a damaged one would have hashes that are
+    right), and say so if a ternary one is about to be made of one that never was."""
     from megabit.interop.huggingface import HuggingFaceSource
-    from megabit.interop.opening import open_source
+    from megabit.interop.opening import open_verified
 
-    source = open_source(path)
+    with bar() as progress:
+        source = open_verified(path, progress)
     if isinstance(source, HuggingFaceSource) and source.quantization is None:
         print(
             f"warning: {path} was not trained as a ternary model; its weights are rounded to codes "

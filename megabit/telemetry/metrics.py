@@ -7,9 +7,11 @@ with the memory: ``{"step": …, "sent_by_purpose_mb": …, "expected_sent_by_pu
 from the first interval. A resumed run, which may have another layout, writes it anew.
 """
 
+import errno
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -145,7 +147,8 @@ class MetricsLog:
             self.console.print(table)
         values = {"step": step, **asdict(accounting)}
         if self._path is not None:
-            write_text(self._path.with_name("accounting.json"), json.dumps(values, indent=2) + "\n")
+            path, text = self._path.with_name("accounting.json"), json.dumps(values, indent=2)
+            self.try_to_write(path, lambda: write_text(path, text + "\n"))
         if self._wandb is not None:
             self._wandb.log({"accounting": values}, step=step)
 
@@ -154,13 +157,33 @@ class MetricsLog:
         self.say(f"step {step:>6}  held-out loss {loss:.4f}  bits/byte {bits_per_byte:.4f}")
         self._write({"step": step, "held_out_loss": loss, "held_out_bits_per_byte": bits_per_byte})
 
+    def try_to_write(self, path: Path, write: Callable[[], object]) -> None:
+        """``write``, which writes ``path``; if that fails, say so: training goes on without."""
+        try:
+            write()
+        except OSError as error:
+            self.say(f"ALERT {path} cannot be written ({error.strerror}); training goes on")
+
     def _write(self, values: dict[str, Any]) -> None:
         if self._path is None:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_with_nulls(values)) + "\n")
+        path, line = self._path, json.dumps(_with_nulls(values)) + "\n"
+        self.try_to_write(path, lambda: _append(path, line))
         if self._wandb is not None:
             self._wandb.log(values, step=values["step"])
+
+
+def _append(path: Path, line: str) -> None:
+    """All of ``line`` or, if there is no room for it, nothing."""
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        data = line.encode()
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def _with_nulls(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from megabit.data.corpus import TOKENIZER, CorpusInfo
 
 
 def keep_assets(folder: Path, corpus: CorpusInfo, inherited: Mapping[str, Path]) -> None:
-    """Copy them into ``folder``, unless they are there: what they come from may go away.
+    """Copy them into ``folder``, in place of what is there: what they come from may go away.
 
     Args:
         inherited: of the model that the run begins with or goes on from. They belong to its
@@ -18,8 +18,6 @@ def keep_assets(folder: Path, corpus: CorpusInfo, inherited: Mapping[str, Path])
     Raises:
         OSError: they cannot be copied.
     """
-    if folder.is_dir():
-        return
     assets = {TOKENIZER: corpus.tokenizer_path}
     if TOKENIZER in inherited and _same_json(inherited[TOKENIZER], corpus.tokenizer_path):
         assets = {**inherited, **assets}
@@ -28,6 +26,7 @@ def keep_assets(folder: Path, corpus: CorpusInfo, inherited: Mapping[str, Path])
     draft.mkdir()
     for name, path in assets.items():
         shutil.copyfile(path, draft / name)
+    shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
 
 
@@ -37,5 +36,8 @@ def kept_assets(folder: Path) -> dict[str, Path]:
 
 
 def _same_json(path: Path, other: Path) -> bool:
-    first, second = (json.loads(file.read_text(encoding="utf-8")) for file in (path, other))
+    try:
+        first, second = (json.loads(file.read_text(encoding="utf-8")) for file in (path, other))
+    except ValueError:  # what others wrote
+        return False
     return bool(first == second)

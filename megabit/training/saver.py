@@ -54,16 +54,16 @@ class Saver:
             self._save(step)
         if config.snapshot_interval and step % config.snapshot_interval == 0:
             self._snapshot(step)
-        self._tell(self.store.poll())
-        self._tell(self.snapshots.poll())
+        self._tell(self.store, self.store.poll())
+        self._tell(self.snapshots, self.snapshots.poll())
 
     def conclude(self, step: int) -> None:
         """Wait for what is under way, and have a checkpoint of ``step``, the last one."""
-        self._tell(self.snapshots.finish())
-        self._tell(self.store.finish())
+        self._tell(self.snapshots, self.snapshots.finish())
+        self._tell(self.store, self.store.finish())
         if self.store.durable_step < step:
             self._save(step)
-            self._tell(self.store.finish())
+            self._tell(self.store, self.store.finish())
 
     def require(self, step: int) -> None:
         """Refuse to pretend that ``step``, the last one, is saved.
@@ -79,26 +79,27 @@ class Saver:
 
     def _save(self, step: int) -> None:
         manifest = manifest_of(self.state, step, self.corpus.fingerprint)
-        self._tell(self.store.save(manifest, training_parts(self.state), self.assets))
+        self._tell(self.store, self.store.save(manifest, training_parts(self.state), self.assets))
         self._wait_if_told_to(self.store)
 
     def _snapshot(self, step: int) -> None:
         manifest = replace(manifest_of(self.state, step, self.corpus.fingerprint), kind="ternary")
-        self._tell(self.snapshots.save(manifest, ternary_parts(self.state), self.assets))
+        self._tell(
+            self.snapshots, self.snapshots.save(manifest, ternary_parts(self.state), self.assets)
+        )
         self._wait_if_told_to(self.snapshots)
 
     def _wait_if_told_to(self, store: CheckpointStore) -> None:
         if not self.state.config.checkpoint.asynchronous:
-            self._tell(store.finish())
+            self._tell(store, store.finish())
 
-    def _tell(self, saved: Saved | None) -> None:
+    def _tell(self, store: CheckpointStore, saved: Saved | None) -> None:
         if saved is None:
             return
         if saved.problem is not None:
-            self.say(
-                f"ALERT step {saved.step} is not saved: {saved.problem}. "
-                "The checkpoint before stands, and training goes on"
-            )
+            newest = store.durable_step
+            stands = f"that of step {newest} stands" if newest >= 0 else "there is none so far"
+            self.say(f"ALERT step {saved.step} is not saved: {saved.problem}; {stands}")
             return
         self.say(
             f"step {saved.step:>6}  saved in {saved.path}: {saved.bytes / MB:.1f} MB "

@@ -295,7 +295,10 @@ class Trainer:
         timeline = gather_timeline(report.pipeline.spans, schedule.placement, mesh.pp, mesh.device)
         if mesh.is_main:
             name = self.state.config.parallel.schedule
-            self.log.say(write_timeline(timeline, self.files.timeline, step, name))
+            folder = self.files.timeline
+            self.log.try_to_write(
+                folder, lambda: self.log.say(write_timeline(timeline, folder, step, name))
+            )
 
 
 def conclude(

@@ -61,11 +61,10 @@ def test_checkpoints_are_published_in_order(folder: CheckpointFolder) -> None:
 
 def test_steps_of_nine_digits(folder: CheckpointFolder) -> None:
     """Are not in the order of their names."""
-    before, after = 99_999_999, 100_000_000
-    for step in (after, before, after):
+    for step in (AFTER, BEFORE, AFTER):
         publish(folder, step)
         assert folder.latest() == folder.of_step(step)
-    assert folder.steps() == [after, before]
+    assert folder.steps() == [AFTER, BEFORE]
 
 
 def test_what_is_no_checkpoint(folder: CheckpointFolder) -> None:
@@ -197,10 +196,12 @@ def test_what_stands_in_the_way_is_an_error(folder: CheckpointFolder) -> None:
     assert folder.steps() == [1]
 
 
+BEFORE, AFTER = 99_999_999, 100_000_000
 KILLED = {
     "first": ([], 1, [None, "1 new"]),
     "next": ([1, 2], 3, ["2 old", "3 new"]),
-    "latest again": ([1, 2], 2, ["2 old", "1 old", "2 new"]),
+    # Numbers that are not in the order of their names.
+    "latest again": ([BEFORE, AFTER], AFTER, [f"{AFTER} old", f"{BEFORE} old", f"{AFTER} new"]),
     "only one again": ([2], 2, ["2 old", None, "2 new"]),
     "behind newer ones": ([1, 2, 8], 4, ["8 old", "4 new"]),
 }

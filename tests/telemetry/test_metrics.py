@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megabit.launch import run_ranks
 from megabit.telemetry import IntervalMetrics, MetricsLog
 from megabit.telemetry.metrics import read_metrics
 
@@ -141,3 +143,27 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         time.sleep(0.1)
     assert b"held_out_bits_per_byte" in records.read_bytes()
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_a_full_disk_is_an_alert_and_leaves_whole_lines(tmp_path: Path) -> None:
+    """In a fork, since the limit is a process's."""
+
+    def run() -> str:
+        console = Console(file=io.StringIO(), width=200)
+        path = tmp_path / "metrics.jsonl"
+        log = MetricsLog(path, 0, 9, console, None, {})
+        log.evaluation(1, 2.0, 3.0)
+        size = path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+        log.evaluation(2, 2.0, 3.0)
+        assert path.stat().st_size == size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        log.evaluation(3, 2.0, 3.0)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    (said,) = run_ranks(run, 1)
+    alerts = [line for line in said.splitlines() if line.startswith("ALERT")]
+    assert len(alerts) == 1
+    assert "metrics.jsonl cannot be written" in alerts[0]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 3]
