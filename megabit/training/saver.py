@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megabit.checkpoint import CheckpointStore, Retention, Saved
+from megabit.checkpoint import CheckpointStore, Manifest, Part, Retention, Saved
 from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.errors import RunError
@@ -79,17 +79,14 @@ class Saver:
 
     def _save(self, step: int) -> None:
         manifest = manifest_of(self.state, step, self.corpus.fingerprint)
-        self._tell(self.store, self.store.save(manifest, training_parts(self.state), self.assets))
-        self._wait_if_told_to(self.store)
+        self._begin(self.store, manifest, training_parts(self.state))
 
     def _snapshot(self, step: int) -> None:
-        manifest = replace(manifest_of(self.state, step, self.corpus.fingerprint), kind="ternary")
-        self._tell(
-            self.snapshots, self.snapshots.save(manifest, ternary_parts(self.state), self.assets)
-        )
-        self._wait_if_told_to(self.snapshots)
+        manifest = manifest_of(self.state, step, self.corpus.fingerprint)
+        self._begin(self.snapshots, replace(manifest, kind="ternary"), ternary_parts(self.state))
 
-    def _wait_if_told_to(self, store: CheckpointStore) -> None:
+    def _begin(self, store: CheckpointStore, manifest: Manifest, parts: list[Part]) -> None:
+        self._tell(store, store.save(manifest, parts, self.assets))
         if not self.state.config.checkpoint.asynchronous:
             self._tell(store, store.finish())
 

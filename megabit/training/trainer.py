@@ -6,14 +6,14 @@ Everything that is the same on all ranks is said and written by the main one.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from megabit.checkpoint import CheckpointStore
+from megabit.checkpoint import Checkpoint, CheckpointStore
 from megabit.config import Config, to_yaml
 from megabit.data.batches import BatchSource, Prefetcher
 from megabit.data.corpus import CorpusInfo, check_vocab, load_corpus
@@ -121,19 +121,7 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         raise UserError(
             f"run.dir: {files.folder} holds a run already; use another folder, or run.resume=true"
         )
-    source, inherited = None, dict[str, Path]()
-    if checkpoint is not None:
-        resume.check_resumable(config, checkpoint, corpus.fingerprint)
-        inherited = checkpoint.assets
-    else:
-        source = open_initial(config, mesh)
-        inherited = {} if source is None else dict(source.assets)
-    state = TrainingState.create(config, mesh)
-    step = 0
-    if checkpoint is not None:
-        step = resume.restore(state, checkpoint)
-    elif source is not None:
-        begin_with(state, source)
+    state, step, inherited = _begin(config, mesh, checkpoint, corpus)
     log = _open_run(
         state.config,
         mesh,
@@ -165,6 +153,23 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
     conclude(state, corpus, result, files, console)
     saver.require(step)
     return True
+
+
+def _begin(
+    config: Config, mesh: ParallelMesh, checkpoint: Checkpoint | None, corpus: CorpusInfo
+) -> tuple[TrainingState, int, Mapping[str, Path]]:
+    """Where a run begins: at its newest checkpoint, with another model's weights, or with initial
+    ones. Returns the state, the steps done, and the files that came with the weights."""
+    if checkpoint is not None:
+        resume.check_resumable(config, checkpoint, corpus.fingerprint)
+        state = TrainingState.create(config, mesh)
+        return state, resume.restore(state, checkpoint), checkpoint.assets
+    source = open_initial(config, mesh)
+    state = TrainingState.create(config, mesh)
+    if source is None:
+        return state, 0, {}
+    begin_with(state, source)
+    return state, 0, source.assets
 
 
 def open_corpus(config: Config, mesh: ParallelMesh) -> CorpusInfo:
