@@ -10,6 +10,7 @@ only then are older ones removed. So whenever the run dies, ``latest`` names a c
 
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,10 +114,12 @@ class CheckpointFolder:
         self._remove(final)
 
     def _remove_old(self, step: int, retention: Retention) -> None:
-        """Newer ones than ``step`` are another run's, which is not to be judged by this one."""
+        """Newer ones than ``step`` are another run's, which is not to be judged by this one. What
+        cannot be removed stays: the new one is complete all the same."""
         for newer, old in enumerate(s for s in self.steps() if s <= step):
             if not retention.keeps(old, newer):
-                self._remove(self.of_step(old))
+                with suppress(OSError):
+                    self._remove(self.of_step(old))
 
     def _remove(self, path: Path) -> None:
         """Rename, then delete: what is half deleted must not look like a checkpoint."""

@@ -40,6 +40,10 @@ DTYPES = {
 }
 """What safetensors calls them."""
 
+SINGLE_FILE = "model.safetensors"
+MAX_FILE_BYTES = 5_000_000_000
+"""Of a whole model's files, which are hashed by one rank each when they are loaded."""
+
 CHUNK_BYTES = 1 << 22
 """Hashed and written at a time, so that the second finds it in the cache."""
 
@@ -63,6 +67,25 @@ class LazyTensor:
     def of(name: str, tensor: Tensor, offset: tuple[int, ...] | None = None) -> "LazyTensor":
         """One that is there already."""
         return LazyTensor(name, tensor.dtype, tuple(tensor.shape), lambda: tensor, offset)
+
+
+def in_files(
+    tensors: Sequence[LazyTensor], max_bytes: int = MAX_FILE_BYTES
+) -> dict[str, list[LazyTensor]]:
+    """How a model's tensors are laid in files, by their names: one, or as many as it takes for
+    none to be larger than ``max_bytes`` unless a single tensor is."""
+    files: list[list[LazyTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if files[-1] and filled + tensor.bytes > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor)
+        filled += tensor.bytes
+    if len(files) == 1:
+        return {SINGLE_FILE: files[0]}
+    names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    return dict(zip(names, files, strict=True))
 
 
 def write_tensors(

@@ -1,8 +1,9 @@
-"""A model as a checkpoint of one file: ternary (``megabit export safetensors``), or training.
+"""A model as a checkpoint of its own: ternary (``megabit export safetensors``), or training.
 
 A ternary checkpoint ``out/`` is a folder of three things, of which the first is enough to compute
 with: ``model.safetensors``, ``assets/`` (the tokenizer), and ``manifest.json`` (hashes, the step).
-``model.safetensors`` is an ordinary safetensors file whose metadata describes it:
+``model.safetensors`` (several files, ``model-00001-of-…``, above 5 GB) is an ordinary safetensors
+file whose metadata describes it:
 
 - ``format``: ``megabit ternary``; ``version``: ``1``. A reader refuses other versions.
 - ``model``: JSON of the model's shape (``ModelConfig``); ``max_length``: positions it was made for.
@@ -35,14 +36,13 @@ from megabit.checkpoint.manifest import Kind, Manifest
 from megabit.checkpoint.new_folder import new_folder
 from megabit.checkpoint.progress import Report, no_report, reporting
 from megabit.checkpoint.source import LogicalTensor, ModelSource, logical_tensors
-from megabit.checkpoint.tensor_file import LazyTensor, write_tensors
+from megabit.checkpoint.tensor_file import LazyTensor, in_files, write_tensors
 from megabit.checkpoint.verify import CODES, SCALE
 from megabit.errors import UserError
 from megabit_kernels.packing import packed_width
 
 FORMAT = "megabit ternary"
 VERSION = 1
-FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,10 @@ def _write(
     assets: Mapping[str, Path],
 ) -> Written:
     with new_folder(out) as folder:
-        files = {FILE: write_tensors(folder / FILE, tensors, metadata)}
+        files = {
+            name: write_tensors(folder / name, own, metadata)
+            for name, own in in_files(tensors).items()
+        }
         files |= copy_assets(assets, folder)
         Manifest(
             kind=kind,

@@ -149,11 +149,12 @@ def _wrong_parts(
 ) -> Iterator[str]:
     if sum(math.prod(part.sizes) for part in parts) != math.prod(shape):
         yield f"{name} is not complete"
-    elif _any_overlap(parts):
+    elif any_overlap(parts):
         yield f"{name} has parts that overlap"
 
 
-def _any_overlap(parts: Sequence[ChunkStorageMetadata]) -> bool:
+def any_overlap(parts: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether any two parts of a tensor have an element in common."""
     active: list[ChunkStorageMetadata] = []  # those that reach the rows of the present one
     for part in sorted(parts, key=lambda part: tuple(part.offsets)):
         active = [

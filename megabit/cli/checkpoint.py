@@ -91,7 +91,7 @@ def verify(path: Path_) -> None:
     from megabit.checkpoint.manifest import MANIFEST
     from megabit.checkpoint.model_source import checkpoint_folders, find_checkpoint
 
-    checkpoints = [path]
+    checkpoints, latest = [path], list[Path]()
     if not (path / MANIFEST).is_file():
         folders = checkpoint_folders(path)
         latest = [checkpoint for f in folders if (checkpoint := f.latest()) is not None]
@@ -110,6 +110,8 @@ def verify(path: Path_) -> None:
                 done += size
 
             new = diagnose(checkpoint, report)
+            if new and not checkpoint.exists() and checkpoint not in latest:
+                continue  # a run that goes on has removed it meanwhile
             problems += new
             if not new:
                 manifest = Manifest.read(checkpoint)

@@ -16,6 +16,7 @@ from megabit.errors import UserError
 from megabit.interop.opening import open_source
 from megabit.mesh import ParallelMesh
 from megabit.training.step import TrainingState
+from megabit_kernels import numerics
 
 FREE = ("initializer_range", "linear")
 """What may differ: dense weights may become ternary ones, that is how a model is converted."""
@@ -61,11 +62,24 @@ def check_initial(source: ModelSource, model: ModelConfig) -> None:
 
 @torch.no_grad()
 def begin_with(state: TrainingState, source: ModelSource) -> None:
-    """Give the masters the values of ``source``; collective over the mesh."""
+    """Give the masters the values of ``source``; collective over the mesh.
+
+    Raises:
+        UserError: a value is not finite, or a ternary weight is all zeros.
+    """
 
     def read() -> None:
         for piece in state.optimizer.pieces():
-            piece.tensors["master"].copy_(source.values(piece.name, piece.index))
+            values = source.values(piece.name, piece.index)
+            if not values.isfinite().all():
+                raise UserError(f"{source.path}: {piece.name} holds a value that is not finite")
+            piece.tensors["master"].copy_(values)
+
+    def check_scales() -> None:
+        for name, layer in state.optimizer.publisher.layers.items():
+            if layer.ternary().scale <= numerics.MIN_SCALE:  # as uploads have had (BitNet #608)
+                raise UserError(f"{source.path}: {name} is zero, all of it")
 
     on_all_ranks(read, state.mesh)
     state.optimizer.publish()
+    on_all_ranks(check_scales, state.mesh)

@@ -31,6 +31,7 @@ from megabit.training.describe import describe, stage_table
 from megabit.training.evaluate import Evaluation, evaluate
 from megabit.training.initial import begin_with, open_initial
 from megabit.training.interval import Interval
+from megabit.training.lock import exclusive
 from megabit.training.report import draw_curve
 from megabit.training.sample import sample_text
 from megabit.training.saver import Saver, retention_of
@@ -122,37 +123,38 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
             f"run.dir: {files.folder} holds a run already; use another folder, or run.resume=true"
         )
     state, step, inherited = _begin(config, mesh, checkpoint, corpus)
-    log = _open_run(
-        state.config,
-        mesh,
-        files,
-        step,
-        partial(keep_assets, files.assets, corpus, inherited),
-        console,
-    )
-    for line in describe(state, corpus, step):
-        console.print(line, highlight=False, soft_wrap=True)
-    table = stage_table(state)
-    if table is not None:
-        console.print(table)
+    with exclusive(files.folder, mesh):
+        log = _open_run(
+            state.config,
+            mesh,
+            files,
+            step,
+            partial(keep_assets, files.assets, corpus, inherited),
+            console,
+        )
+        for line in describe(state, corpus, step):
+            console.print(line, highlight=False, soft_wrap=True)
+        table = stage_table(state)
+        if table is not None:
+            console.print(table)
 
-    assets = kept_assets(files.assets) if mesh.is_main else {}
-    saver = Saver(state, store, snapshots, corpus, assets, log.say)
-    trainer = Trainer(state, corpus, windows, saver, log, files)
-    with log, saver:
-        step = trainer.run(sampler, step)
-        if step < config.train.steps:
-            saver.require(step)
-            log.say(
-                f"Stopped after step {step}, saved in {files.checkpoints}. "
-                "To go on, give the same command again."
-            )
-            return False
-        log.say("Evaluating on all held-out text")
-        result = trainer.evaluate(step)
-    conclude(state, corpus, result, files, console)
-    saver.require(step)
-    return True
+        assets = kept_assets(files.assets) if mesh.is_main else {}
+        saver = Saver(state, store, snapshots, corpus, assets, log.say)
+        trainer = Trainer(state, corpus, windows, saver, log, files)
+        with log, saver:
+            step = trainer.run(sampler, step)
+            if step < config.train.steps:
+                saver.require(step)
+                log.say(
+                    f"Stopped after step {step}, saved in {files.checkpoints}. "
+                    "To go on, give the same command again."
+                )
+                return False
+            log.say("Evaluating on all held-out text")
+            result = trainer.evaluate(step)
+        conclude(state, corpus, result, files, console)
+        saver.require(step)
+        return True
 
 
 def _begin(
@@ -199,12 +201,11 @@ def _open_run(
     keep: Callable[[], None],
     console: Console,
 ) -> MetricsLog:
-    """Create ``run.dir``, what a run keeps in it, and the log; fails on all ranks if the main one
+    """Write what a run keeps in ``run.dir``, and open the log; fails on all ranks if the main one
     cannot."""
     log, problem = None, None
     try:
         if mesh.is_main:
-            files.folder.mkdir(parents=True, exist_ok=True)
             write_text(files.config, to_yaml(config))
             keep()
         log = MetricsLog(

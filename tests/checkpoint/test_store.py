@@ -38,9 +38,10 @@ class Gate:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.opened, self.passed = threading.Event(), threading.Event()
+        self.reached, self.opened, self.passed = (threading.Event() for _ in range(3))
 
     def __call__(self, *arguments: Any) -> Any:
+        self.reached.set()
         assert self.opened.wait(PATIENCE_S)
         result = self.function(*arguments)
         self.passed.set()
@@ -185,9 +186,11 @@ def test_save_and_poll_do_not_wait_for_the_disk(
     assert [checkpoints.poll() for _ in range(3)] == [None] * 3
     assert not tmp_path.joinpath("latest").exists()
     writing.open()
-    for _ in range(50):  # the thread is between the last byte and the next task for an instant
+    started = time.monotonic()
+    while not publishing.reached.is_set():
+        assert time.monotonic() < started + PATIENCE_S
         assert checkpoints.poll() is None
-        time.sleep(0.001)
+    assert [checkpoints.poll() for _ in range(3)] == [None] * 3
     (draft,) = names_in(tmp_path)
     assert names_in(tmp_path / draft) == {"rank_00000.safetensors", "manifest.json"}
     assert checkpoints.durable_step == -1

@@ -19,6 +19,7 @@ from megabit.checkpoint.tensor_file import (
     DTYPES,
     SHARDING_INFO,
     LazyTensor,
+    in_files,
     write_tensors,
 )
 from megabit.files import describe_file
@@ -215,3 +216,17 @@ def test_parts_are_cut_in_both_directions() -> None:
         if length < whole
     }
     assert cut == {0, 1}
+
+
+def test_tensors_in_files_of_bounded_size() -> None:
+    tensors = [LazyTensor.of(str(i), torch.zeros(size)) for i, size in enumerate((10, 5, 30, 1))]
+    assert in_files(tensors) == {"model.safetensors": tensors}
+    found = in_files(tensors, max_bytes=60)
+    assert (
+        found
+        == {
+            "model-00001-of-00003.safetensors": tensors[:2],
+            "model-00002-of-00003.safetensors": tensors[2:3],  # larger, and alone
+            "model-00003-of-00003.safetensors": tensors[3:],
+        }
+    )

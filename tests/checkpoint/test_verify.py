@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megabit.checkpoint import DamagedCheckpoint, Manifest, TensorReader
 from megabit.checkpoint.manifest import Kind
-from megabit.checkpoint.verify import check_file, expected_tensors, verify
+from megabit.checkpoint.verify import any_overlap, check_file, expected_tensors, verify
 from megabit.errors import UserError
 from megabit.files import FileInfo
 from tests.checkpoint.damage import (
@@ -164,6 +167,21 @@ def test_tensors_that_are_not_the_models(damage: Damage, message: str, folder: P
     assert 1 <= len(problems) <= 10
     assert any(message in problem for problem in problems), problems
     assert all(problem.isprintable() for problem in problems)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_parts_of_any_form(data: st.DataObject) -> None:
+    """Boxes in a matrix or a vector: elements are counted one by one."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)))
+    counts = torch.zeros(shape, dtype=torch.int)
+    parts = []
+    for _ in range(data.draw(st.integers(0, 5))):
+        begins = [data.draw(st.integers(0, n - 1)) for n in shape]
+        sizes = [data.draw(st.integers(1, n - b)) for n, b in zip(shape, begins, strict=True)]
+        counts[tuple(slice(b, b + s) for b, s in zip(begins, sizes, strict=True))] += 1
+        parts.append(ChunkStorageMetadata(torch.Size(begins), torch.Size(sizes)))
+    assert any_overlap(parts) == bool((counts > 1).any())
 
 
 def test_a_checkpoint_of_another_model(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megabit.checkpoint.source import Index, logical_tensors
@@ -107,3 +108,34 @@ def test_what_cannot_be_begun_with(tmp_path: Path) -> None:
     nothing = dataclasses.replace(config.run, init_from=str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="nothing: does not exist"):
         open_initial(dataclasses.replace(config, run=nothing), make_mesh(config))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "mlp.up_proj.weight holds a value that is not finite"),
+        (0.0, "mlp.up_proj.weight is zero, all of it"),
+    ],
+)
+def test_values_that_no_model_has(value: float, message: str, tmp_path: Path) -> None:
+    """On one rank's part: all ranks refuse them. Of zeros, only a whole matrix is a damage."""
+    config = tiny(f"run.init_from={tmp_path / 'theirs'}", "parallel.tp=2")
+    save_random(tmp_path / "theirs", config.model, torch.float32)
+    quantize(tmp_path / "theirs", ONLINE, torch.float32)
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    weight = tensors["model.layers.1.mlp.up_proj.weight"]
+    weight[: len(weight) // 2] = value
+    save_file(tensors, file, {"format": "pt"})
+
+    def run() -> str:
+        with pytest.raises(UserError) as caught:
+            begun(config)
+        return str(caught.value)
+
+    if value == 0:
+        run_ranks(lambda: begun(config).optimizer.updates, 2)
+        weight.zero_()
+        save_file(tensors, file, {"format": "pt"})
+    for said in run_ranks(run, 2):
+        assert message in said

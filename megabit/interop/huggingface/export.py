@@ -22,19 +22,17 @@ from torch import Tensor
 from megabit.checkpoint.new_folder import new_folder
 from megabit.checkpoint.progress import Report, no_report, reporting
 from megabit.checkpoint.source import ModelSource, logical_tensors
-from megabit.checkpoint.tensor_file import LazyTensor, write_tensors
+from megabit.checkpoint.tensor_file import MAX_FILE_BYTES, LazyTensor, in_files, write_tensors
 from megabit.errors import UserError
 from megabit.files import write_text
 from megabit.interop.huggingface.config import Mode, Quantization, config_tree
 from megabit.interop.huggingface.contents import row_slices
 from megabit.interop.huggingface.scales import stored_scale
-from megabit.interop.huggingface.tensor_folder import INDEX, SINGLE
+from megabit.interop.huggingface.tensor_folder import INDEX
 from megabit.interop.huggingface.tokenizer_files import token_ids, write_tokenizer_files
 from megabit_kernels import numerics
 from megabit_kernels.formats.huggingface import LinearClass, encode
 from megabit_kernels.packing import unpack
-
-SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def export_huggingface(
     mode: Mode = "offline",
     linear_class: LinearClass = "autobitlinear",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    max_shard_bytes: int = SHARD_BYTES,
+    max_shard_bytes: int = MAX_FILE_BYTES,
     report: Report = no_report,
 ) -> ExportReport:
     """Write ``source`` to the new folder ``out``.
@@ -157,29 +155,14 @@ def _master(source: ModelSource, name: str, dtype: torch.dtype, changed: dict[st
 
 def _write_shards(folder: Path, tensors: list[LazyTensor], max_bytes: int) -> int:
     """Write ``model.safetensors``, or shards and their index; returns the bytes of these files."""
-    shards: list[list[LazyTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if shards[-1] and filled + tensor.bytes > max_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.bytes
-    names = [SINGLE]
+    shards = in_files(tensors, max_bytes)
     if len(shards) > 1:
-        count = len(shards)
-        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         index = {
             "metadata": {"total_size": sum(tensor.bytes for tensor in tensors)},
-            "weight_map": {
-                tensor.name: name
-                for name, shard in zip(names, shards, strict=True)
-                for tensor in shard
-            },
+            "weight_map": {t.name: name for name, shard in shards.items() for t in shard},
         }
         write_text(folder / INDEX, json.dumps(index, indent=2) + "\n", durable=True)
     written = [
-        write_tensors(folder / name, shard, {"format": "pt"})
-        for name, shard in zip(names, shards, strict=True)
+        write_tensors(folder / name, shard, {"format": "pt"}) for name, shard in shards.items()
     ]
     return sum(info.bytes for info in written)
