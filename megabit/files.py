@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ def describe_file(path: Path) -> FileInfo:
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside ``path`` to write to; what is there at the end of the block becomes ``path``,
     unless the block fails."""
-    draft = path.with_name(path.name + ".tmp")
+    # A name of its own: nobody else's file, and not that of another process that does the same.
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield draft
         draft.replace(path)

@@ -5,6 +5,7 @@ trains on, then only its codes (a snapshot). Beside it torch's distributed check
 tensors, both ways; it takes no hash. All write to the same folder, in turns.
 """
 
+import os
 import shutil
 import tempfile
 import warnings
@@ -18,7 +19,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from megabit.benchmark.measure import WARMUP, random_batch
 from megabit.benchmark.run import TIMEOUT_S
@@ -110,27 +111,32 @@ class _Meter:
             self._train()
         for _ in range(2 * self._repeats):
             self._record.step_s.append(self._train())
-        self._measure("megabit, synchronous", self._save_and_wait)
-        self._measure("megabit, asynchronous", self._save_and_train)
-        self._measure("megabit, snapshot of codes", self._snapshot)
-        self._measure("torch dcp.save", self._torch_save)
-        self._measure("torch dcp.async_save", self._torch_async_save)
+        saves = {
+            "megabit, synchronous": self._save_and_wait,
+            "megabit, asynchronous": self._save_and_train,
+            "megabit, snapshot of codes": self._snapshot,
+            "torch dcp.save": self._torch_save,
+            "torch dcp.async_save": self._torch_async_save,
+        }
+        for repeat in range(self._repeats):
+            for name, save in saves.items():
+                self._progress(f"{name}, {repeat + 1} of {self._repeats}")
+                self._measure(name, save)
         return self._record
 
     def _measure(self, name: str, save: Callable[[Path], tuple[float, float, int]]) -> None:
-        self._progress(name)
-        for repeat in range(self._repeats):
-            folder = self._folder / f"{name.replace(' ', '_').replace(',', '')}-{repeat}"
-            if dist.is_initialized():
-                dist.barrier()
-            blocked_s, total_s, num_bytes = save(folder)
-            self._record.blocked_s.setdefault(name, []).append(blocked_s)
-            self._record.total_s.setdefault(name, []).append(total_s)
-            self._record.bytes[name] = num_bytes
-            if dist.is_initialized():
-                dist.barrier()
-            if self._state.mesh.is_main:
-                shutil.rmtree(folder)
+        folder = self._folder / "saved"
+        if dist.is_initialized():
+            dist.barrier()
+        blocked_s, total_s, num_bytes = save(folder)
+        self._record.blocked_s.setdefault(name, []).append(blocked_s)
+        self._record.total_s.setdefault(name, []).append(total_s)
+        self._record.bytes[name] = num_bytes
+        if dist.is_initialized():
+            dist.barrier()
+        if self._state.mesh.is_main:
+            shutil.rmtree(folder)
+        os.sync()  # what one has left to be written is not the next one's to wait for
 
     def _train(self) -> float:
         batch = random_batch(self._config, self._state.mesh, self._step)
@@ -185,7 +191,7 @@ class _Meter:
         tensors = self._own_tensors()
         started = perf_counter()
         with _without_a_process_group():
-            save(tensors, checkpoint_id=folder)
+            dcp.save(tensors, checkpoint_id=folder)
         seconds = perf_counter() - started
         return seconds, seconds, sum(tensor.nbytes for tensor in tensors.values())
 
@@ -193,7 +199,7 @@ class _Meter:
         tensors = self._own_tensors()
         started = perf_counter()
         with _without_a_process_group():
-            future = async_save(tensors, checkpoint_id=folder)
+            future = dcp.async_save(tensors, checkpoint_id=folder)
             blocked_s = perf_counter() - started
             assert isinstance(future, Future)
             future.result()

@@ -80,6 +80,14 @@ class CheckpointFolder:
             raise UserError(f"{pointer}: must hold the name of a checkpoint, such as step_00000100")
         return self.path / name
 
+    def newest(self) -> Path | None:
+        """What ``latest`` names. Without it, as after the death of a run that had just saved for
+        the first time, the newest complete checkpoint; None if there is none."""
+        latest = self.latest()
+        if latest is None and (steps := self.steps()):
+            return self.of_step(steps[0])
+        return latest
+
     def publish(self, draft: Path, step: int, retention: Retention) -> Path:
         """Make a complete ``draft`` the latest checkpoint; returns its place.
 
@@ -87,11 +95,11 @@ class CheckpointFolder:
             OSError: it could not be done; ``latest`` is right all the same.
         """
         final = self.of_step(step)
-        sync(draft)
         if final.exists():
             self._set_aside(final, step)
         draft.rename(final)
         sync(self.path)
+        sync(self.path.parent)  # the folder itself may be new
         self._point_to(final.name)
         self._remove_old(step, retention)
         return final
@@ -100,6 +108,8 @@ class CheckpointFolder:
         """Remove what runs that died left behind; what cannot be removed stays."""
         for entry in self.path.glob(f"step_*{_DRAFT}"):
             shutil.rmtree(entry, ignore_errors=True)
+        for entry in self.path.glob(f".latest.*{_DRAFT}"):
+            entry.unlink(missing_ok=True)
 
     def _set_aside(self, final: Path, step: int) -> None:
         """Make room: this step was saved before, by a run that then went on from earlier, or whose

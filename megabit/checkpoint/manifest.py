@@ -28,6 +28,8 @@ VERSION = 2
 MANIFEST = "manifest.json"
 ASSETS = "assets"
 CHECKSUM = "checksum"
+NEVER_TERNARY = "imported dense"
+"""In ``Manifest.run`` of weights that were not trained as a ternary model's so far."""
 MAX_BYTES = 1 << 28
 """A manifest is far smaller, whatever the model."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megabit.checkpoint.folder import CheckpointFolder
 from megabit.checkpoint.latent import LatentWeights
-from megabit.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
+from megabit.checkpoint.manifest import MANIFEST, NEVER_TERNARY, DamagedCheckpoint, Manifest
 from megabit.checkpoint.reader import TensorReader
 from megabit.checkpoint.source import Index, LogicalTensor, logical_tensors
 from megabit.checkpoint.verify import CODES, SCALE, check_tensors
@@ -43,6 +43,11 @@ class CheckpointSource:
     @property
     def has_masters(self) -> bool:
         return self.manifest.kind == "training"
+
+    @property
+    def was_never_ternary(self) -> bool:
+        """Whether these are a dense model's weights, of which nothing was trained yet."""
+        return self.manifest.updates == 0 and bool(self.manifest.run.get(NEVER_TERNARY))
 
     @property
     def assets(self) -> Mapping[str, Path]:
@@ -141,9 +146,9 @@ def find_checkpoint(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
     for folder in checkpoint_folders(path):
-        latest = folder.latest()
-        if latest is not None:
-            return latest
+        newest = folder.newest()
+        if newest is not None:
+            return newest
     if not path.exists():
         raise UserError(f"{path}: does not exist; give a checkpoint or a run's folder")
     raise UserError(

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ from megabit.errors import UserError
 from megabit.files import FileInfo
 from megabit.mesh import ParallelMesh
 from megabit.reduce import all_gather, any_rank, broadcast, first_problem
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -124,14 +121,14 @@ class CheckpointStore:
         """
         before = self.finish()
         started = time.perf_counter()
-        tensors = [
-            LazyTensor.of(p.name, p.values.detach().to("cpu", copy=True).contiguous(), p.offset)
-            for p in parts
-        ]
         # A name of its own: the draft of a save that failed may still be in removal.
         draft = self.folder.draft(manifest.step, f"{self._run}-{next(self._attempts)}")
         own_file = draft / rank_file(self.mesh.world.rank)
-        writing = self._thread.submit(_write, own_file, tensors)
+        writing: Future[FileInfo] = Future()
+        try:
+            writing = self._thread.submit(_write, own_file, [_copied(part) for part in parts])
+        except Exception as error:  # no memory for the copy: told like a full disk
+            writing.set_exception(error)
         self._save = _Save(
             manifest,
             draft,
@@ -186,7 +183,7 @@ class CheckpointStore:
             DamagedCheckpoint: it is not what was saved, or none is.
             UserError: it is of another version, or hosts do not see the same one.
         """
-        step = self._agree_on_step(partial(self._latest_step, falls_back, alert))
+        step = self._agree_on_step(partial(self._newest_step, falls_back, alert))
         while step >= 0:
             try:
                 checkpoint = verified(self.folder.of_step(step), self.mesh, step)
@@ -269,19 +266,17 @@ class CheckpointStore:
         infos = [FileInfo(b, bytes(d).hex()) for b, d in zip(sizes, digests, strict=True)]
         return {rank_file(rank): info for rank, info in enumerate(infos)}
 
-    def _latest_step(self, falls_back: bool, alert: Callable[[str], None]) -> int:
-        """What ``latest`` says. Where it is missing, as after the death of a run that had just
-        saved for the first time, or is not readable and that may be: the newest there is."""
-        latest = None
+    def _newest_step(self, falls_back: bool, alert: Callable[[str], None]) -> int:
+        """The step to load, or -1. A ``latest`` that cannot be read is passed over if the run may
+        fall back."""
         try:
-            latest = self.folder.latest()
+            newest = self.folder.newest()
         except UserError as error:
             if not falls_back:
                 raise
             alert(str(error))
-        if latest is None:
             return next(iter(self.folder.steps()), -1)
-        return int(latest.name.removeprefix("step_"))
+        return -1 if newest is None else int(newest.name.removeprefix("step_"))
 
     def _newest_before(self, step: int) -> int:
         return next((older for older in self.folder.steps() if older < step), -1)
@@ -301,6 +296,12 @@ class CheckpointStore:
 def rank_file(rank: int) -> str:
     """Name of the file with a rank's parts."""
     return f"rank_{rank:05d}.safetensors"
+
+
+def _copied(part: Part) -> LazyTensor:
+    """With values that training does not change."""
+    values = part.values.detach().to("cpu", copy=True).contiguous()
+    return LazyTensor.of(part.name, values, part.offset)
 
 
 def _write(path: Path, tensors: Sequence[LazyTensor]) -> FileInfo:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from megabit.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 from megabit.checkpoint.verify import check_file, check_names, check_tensors
-from megabit.errors import UserError
+from megabit.errors import RunError, UserError
 from megabit.mesh import ParallelMesh
 from megabit.reduce import any_rank, first_problem
 
@@ -55,15 +55,25 @@ def verified(path: Path, mesh: ParallelMesh, step: int | None = None) -> Checkpo
 
 
 def on_all_ranks(look: Callable[[], T], mesh: ParallelMesh) -> T:
-    """What ``look`` returns on this rank; if it refuses something on any, all refuse it."""
-    problem: UserError | None = None
+    """What ``look`` returns on this rank; if it refuses something on any, all refuse it.
+
+    Raises:
+        RunError: on the other ranks, where it failed on one in a way that is no refusal.
+    """
+    problem: Exception | None = None
     try:
         found = look()
-    except UserError as error:
+    except Exception as error:
         problem = error
+    is_refusal = isinstance(problem, UserError)
+    has_failed = any_rank(problem is not None and not is_refusal, mesh.world, mesh.device)
     is_damaged = any_rank(isinstance(problem, DamagedCheckpoint), mesh.world, mesh.device)
-    text = None if problem is None else str(problem)
+    text = None if problem is None else str(problem) or repr(problem)
     text = first_problem(text, mesh.world, mesh.device)
-    if text is not None:
-        raise (DamagedCheckpoint if is_damaged else UserError)(*text.splitlines())
-    return found
+    if text is None:
+        return found
+    if has_failed:
+        if problem is not None and not is_refusal:
+            raise problem
+        raise RunError(f"another rank has failed: {text}")
+    raise (DamagedCheckpoint if is_damaged else UserError)(*text.splitlines())

@@ -46,13 +46,14 @@ def expected_tensors(
 
 
 def check_names(folder: Path, manifest: Manifest) -> None:
-    """Refuse a folder that lacks a file or holds one that the manifest does not list."""
+    """Refuse a folder that lacks a file or holds one that the manifest does not list. What begins
+    with a dot is no part of it: file systems and desktops put such files anywhere."""
     found = {
         path.relative_to(folder).as_posix()
         for base in (folder, folder / ASSETS)
         if base.is_dir()
         for path in base.iterdir()
-        if path != folder / ASSETS or not path.is_dir()
+        if not path.name.startswith(".") and (path != folder / ASSETS or not path.is_dir())
     }
     problems = [f"{folder / name}: is missing" for name in sorted({*manifest.files} - found)]
     problems += [

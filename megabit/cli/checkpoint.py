@@ -1,6 +1,7 @@
 """``megabit ckpt``: what checkpoints hold, and whether they are what was saved."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -91,14 +92,20 @@ def verify(path: Path_) -> None:
     from megabit.checkpoint.manifest import MANIFEST
     from megabit.checkpoint.model_source import checkpoint_folders, find_checkpoint
 
-    checkpoints, latest = [path], list[Path]()
+    problems: list[str] = []
+    checkpoints, folders = [path], list["CheckpointFolder"]()
     if not (path / MANIFEST).is_file():
         folders = checkpoint_folders(path)
-        latest = [checkpoint for f in folders if (checkpoint := f.latest()) is not None]
-        steps = [f.of_step(step) for f in folders for step in f.steps()]
-        # What ``latest`` names is to be there, whatever else is.
-        checkpoints = [*dict.fromkeys([*latest, *steps])] or [find_checkpoint(path)]
-    problems: list[str] = []
+        checkpoints = [f.of_step(step) for f in folders for step in f.steps()]
+        for folder in folders:  # what ``latest`` names is to be there, whatever else is
+            try:
+                latest = folder.latest()
+            except UserError as error:
+                problems += error.problems
+                continue
+            if latest is not None and latest not in checkpoints:
+                checkpoints.append(latest)
+        checkpoints = checkpoints or ([] if problems else [find_checkpoint(path)])
     total = max(1, sum(_size(checkpoint) for checkpoint in checkpoints))
     done = 0
     with bar() as progress:
@@ -110,7 +117,7 @@ def verify(path: Path_) -> None:
                 done += size
 
             new = diagnose(checkpoint, report)
-            if new and not checkpoint.exists() and checkpoint not in latest:
+            if new and not checkpoint.exists() and checkpoint not in _named(folders):
                 continue  # a run that goes on has removed it meanwhile
             problems += new
             if not new:
@@ -124,6 +131,15 @@ def verify(path: Path_) -> None:
                 )
     if problems:
         raise UserError(*problems)
+
+
+def _named(folders: "list[CheckpointFolder]") -> list[Path | None]:
+    """What ``latest`` says now."""
+    named: list[Path | None] = []
+    for folder in folders:
+        with suppress(UserError):
+            named.append(folder.latest())
+    return named
 
 
 def _size(checkpoint: Path) -> int:
@@ -142,7 +158,11 @@ def _size(checkpoint: Path) -> int:
 def _list(folder: "CheckpointFolder") -> "Table":
     from megabit.checkpoint import Manifest
 
-    latest = folder.latest()
+    try:
+        latest = folder.latest()
+    except UserError as error:
+        latest = None
+        print(f"{error}")
     table = _table("step", "kind", "size", "saved by", "")
     for step in sorted(folder.steps()):
         path = folder.of_step(step)

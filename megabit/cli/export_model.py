@@ -140,12 +140,14 @@ def safetensors(
 def _open(path: Path) -> "ModelSource":
     """Open a model that is what was saved (a copy of a damaged one would have hashes that are
     right), and say so if a ternary one is about to be made of one that never was."""
+    from megabit.checkpoint.model_source import CheckpointSource
     from megabit.interop.huggingface import HuggingFaceSource
     from megabit.interop.opening import open_verified
 
     with bar() as progress:
         source = open_verified(path, progress)
-    if isinstance(source, HuggingFaceSource) and source.quantization is None:
+    is_dense = isinstance(source, HuggingFaceSource) and source.quantization is None
+    if is_dense or (isinstance(source, CheckpointSource) and source.was_never_ternary):
         print(
             f"warning: {path} was not trained as a ternary model; its weights are rounded to codes "
             "here, which spoils it. Import it and train it first"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,7 +63,7 @@ def hf(
 
     Example: megabit import hf downloaded/bitnet imported/ --check-tokens 64
     """
-    from megabit.checkpoint.manifest import ASSETS
+    from megabit.checkpoint.manifest import ASSETS, NEVER_TERNARY
     from megabit.checkpoint.ternary import Origin, write_ternary, write_training
     from megabit.interop.huggingface import HuggingFaceSource
 
@@ -71,7 +71,9 @@ def hf(
     tokens = _random_tokens(source, check_tokens) if check_tokens else None
     source.verify()
     print(f"Read {path}: {model_text(source.model)}", flush=True)
-    run = {"imported from": path.absolute().name}
+    run: dict[str, Any] = {"imported from": path.absolute().name}
+    if source.quantization is None:
+        run[NEVER_TERNARY] = True
     with bar() as progress, TemporaryDirectory() as folder:
         if source.has_masters:
             settings = Path(folder) / SETTINGS

@@ -78,7 +78,10 @@ def begin_with(state: TrainingState, source: ModelSource) -> None:
     def check_scales() -> None:
         for name, layer in state.optimizer.publisher.layers.items():
             if layer.ternary().scale <= numerics.MIN_SCALE:  # as uploads have had (BitNet #608)
-                raise UserError(f"{source.path}: {name} is zero, all of it")
+                raise UserError(
+                    f"{source.path}: {name} is zero, or next to it, all of it "
+                    f"(mean magnitude {numerics.MIN_SCALE:g} at most)"
+                )
 
     on_all_ranks(read, state.mesh)
     state.optimizer.publish()

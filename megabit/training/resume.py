@@ -84,6 +84,11 @@ def check_resumable(config: Config, checkpoint: Checkpoint, corpus_fingerprint: 
             f"data.dir: {config.data.dir} is not the corpus that {path} was trained on; "
             "prepare that one again, or use another run.dir"
         )
+    consumed = manifest.run.get("consumed_samples")
+    if not problems and consumed != manifest.step * config.train.global_batch_size:
+        problems.append(
+            f"{path}: has consumed {consumed} samples, which is not step {manifest.step} of a run"
+        )
     if manifest.step > config.train.steps:
         problems.append(
             f"train.steps: {config.train.steps} is less than the {manifest.step} steps that the "

@@ -6,9 +6,8 @@ Everything that is the same on all ranks is said and written by the main one.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +30,7 @@ from megabit.training.describe import describe, stage_table
 from megabit.training.evaluate import Evaluation, evaluate
 from megabit.training.initial import begin_with, open_initial
 from megabit.training.interval import Interval
-from megabit.training.lock import exclusive
+from megabit.training.lock import RunLock
 from megabit.training.report import draw_curve
 from megabit.training.sample import sample_text
 from megabit.training.saver import Saver, retention_of
@@ -101,46 +100,34 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
     """
     _check_same_settings(config, mesh)
     corpus = open_corpus(config, mesh)
-    sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
-    end_of_text = corpus.load_tokenizer().token_to_id(corpus.end_of_text)
-    assert end_of_text is not None, "load_tokenizer has checked it"
-    windows = HeldOutWindows(
-        corpus.open_held_out(),
-        config.data.seq_length,
-        end_of_text,
-    )
     files = RunFiles(Path(config.run.dir))
-    store = CheckpointStore(files.checkpoints, mesh, retention_of(config))
-    snapshots = CheckpointStore(files.snapshots, mesh, retention_of(config))
-    checkpoint = store.find(
-        config.checkpoint.auto_fallback,
-        lambda problem: console.print(f"ALERT {problem}", highlight=False, soft_wrap=True),
-    )
-    is_used = checkpoint is not None or files.metrics.exists()
-    # Agreed before the main rank writes there: else a late rank would find the folder used.
-    if any_rank(is_used, mesh.world, mesh.device) and not config.run.resume:
-        raise UserError(
-            f"run.dir: {files.folder} holds a run already; use another folder, or run.resume=true"
-        )
-    state, step, inherited = _begin(config, mesh, checkpoint, corpus)
-    with exclusive(files.folder, mesh):
-        log = _open_run(
-            state.config,
-            mesh,
-            files,
-            step,
-            partial(keep_assets, files.assets, corpus, inherited),
-            console,
-        )
+
+    def alert(problem: str) -> None:
+        console.print(f"ALERT {problem}", highlight=False, markup=False, soft_wrap=True)
+
+    with RunLock(files.folder, mesh, alert) as lock:
+        store = CheckpointStore(files.checkpoints, mesh, retention_of(config))
+        checkpoint = store.find(config.checkpoint.auto_fallback, alert)
+        is_used = checkpoint is not None or files.metrics.exists()
+        # Agreed before the main rank writes there: else a late rank would find the folder used.
+        if any_rank(is_used, mesh.world, mesh.device) and not config.run.resume:
+            raise UserError(
+                f"run.dir: {files.folder} holds a run already; use another folder, or "
+                "run.resume=true"
+            )
+        state, step, inherited = _begin(config, mesh, checkpoint, corpus)
+        lock.make_folder()
+        log = _open_run(state, corpus, inherited, files, step, console)
         for line in describe(state, corpus, step):
             console.print(line, highlight=False, soft_wrap=True)
         table = stage_table(state)
         if table is not None:
             console.print(table)
-
         assets = kept_assets(files.assets) if mesh.is_main else {}
+        snapshots = CheckpointStore(files.snapshots, mesh, retention_of(config))
         saver = Saver(state, store, snapshots, corpus, assets, log.say)
-        trainer = Trainer(state, corpus, windows, saver, log, files)
+        trainer = Trainer(state, corpus, open_windows(config, corpus), saver, log, files)
+        sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
         with log, saver:
             step = trainer.run(sampler, step)
             if step < config.train.steps:
@@ -155,6 +142,13 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         conclude(state, corpus, result, files, console)
         saver.require(step)
         return True
+
+
+def open_windows(config: Config, corpus: CorpusInfo) -> HeldOutWindows:
+    """All held-out text, in samples."""
+    end_of_text = corpus.load_tokenizer().token_to_id(corpus.end_of_text)
+    assert end_of_text is not None, "load_tokenizer has checked it"
+    return HeldOutWindows(corpus.open_held_out(), config.data.seq_length, end_of_text)
 
 
 def _begin(
@@ -194,20 +188,21 @@ def _check_same_settings(config: Config, mesh: ParallelMesh) -> None:
 
 
 def _open_run(
-    config: Config,
-    mesh: ParallelMesh,
+    state: TrainingState,
+    corpus: CorpusInfo,
+    inherited: Mapping[str, Path],
     files: RunFiles,
     step: int,
-    keep: Callable[[], None],
     console: Console,
 ) -> MetricsLog:
     """Write what a run keeps in ``run.dir``, and open the log; fails on all ranks if the main one
     cannot."""
+    config, mesh = state.config, state.mesh
     log, problem = None, None
     try:
         if mesh.is_main:
             write_text(files.config, to_yaml(config))
-            keep()
+            keep_assets(files.assets, corpus, inherited)
         log = MetricsLog(
             files.metrics if mesh.is_main else None,
             step,

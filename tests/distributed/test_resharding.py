@@ -43,6 +43,7 @@ class RankState(NamedTuple):
 
     parts: dict[str, Owned]
     codes: list[tuple[str, tuple[slice, ...], Tensor]]
+    scales: dict[str, Tensor]
     next_loss: float
 
 
@@ -98,6 +99,8 @@ def test_another_layout_loads_the_same_bits(
     codes = [assembled_codes(ranks) for ranks in (before, after)]
     assert codes[0].keys() == codes[1].keys()
     assert all(torch.equal(whole, codes[1][name]) for name, whole in codes[0].items())
+    scales = {name: scale for rank in before for name, scale in rank.scales.items()}
+    assert all(scales[name] == scale for rank in after for name, scale in rank.scales.items())
     # Losses of a step are taken before its update. A ternary model's forward pass has the same bits
     # at every layout; what differs is the order in which fp32 losses of tokens are added up, and a
     # dense model's row-parallel products.
@@ -117,8 +120,9 @@ def report(state: TrainingState) -> RankState:
         index = [slice(0, size) for size in shard.shape]
         index[shard.dim] = slice(shard.span.start, shard.span.stop)
         codes.append((layer.name, tuple(index), layer.ternary().codes().clone()))
+    scales = {layer.name: layer.ternary().scale.clone() for layer in ternary_layers(state.stages)}
     loss = train_step(state, own_batch(state.config, state.mesh, STEPS), STEPS).loss
-    return RankState(parts, codes, loss)
+    return RankState(parts, codes, scales, loss)
 
 
 def assembled_codes(ranks: list[RankState]) -> dict[str, Tensor]:

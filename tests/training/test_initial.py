@@ -114,7 +114,7 @@ def test_what_cannot_be_begun_with(tmp_path: Path) -> None:
     ("value", "message"),
     [
         (math.nan, "mlp.up_proj.weight holds a value that is not finite"),
-        (0.0, "mlp.up_proj.weight is zero, all of it"),
+        (0.0, "mlp.up_proj.weight is zero, or next to it, all of it"),
     ],
 )
 def test_values_that_no_model_has(value: float, message: str, tmp_path: Path) -> None:

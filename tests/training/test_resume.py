@@ -6,13 +6,18 @@ import re
 import resource
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from megabit.checkpoint import store
+from megabit.checkpoint.tensor_file import write_tensors
 from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.errors import RunError, UserError
@@ -91,9 +96,12 @@ def used(corpus: CorpusInfo, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ((*TP2_PP2, "train.seed=5"), 4, "train.seed: .* has 1234, not 5; resume with the same"),
         ((*TP2_PP2, "model.hidden_act=silu"), 4, "model.hidden_act: .* has 'relu2', not 'silu'"),
         ((*TP2_PP2, "train.global_batch_size=4"), 4, "train.global_batch_size: .* has 8, not 4"),
+        ((*TP2_PP2, "precision.compute=bfloat16"), 4, "precision.compute: .* has 'float32', not"),
+        ((*TP2_PP2, "data.seq_length=8"), 4, "data.seq_length: .* has 16, not 8"),
+        ((*TP2_PP2, "parallel.exact=full"), 4, "parallel.exact: .* has 'forward', not 'full'"),
         ((*TP2_PP2, "run.resume=false"), 4, "run.dir: .* holds a run already"),
     ],
-    ids=["seed", "model", "batch", "no-resume"],
+    ids=["seed", "model", "batch", "compute", "length", "exact", "no-resume"],
 )
 def test_another_run_is_refused(
     corpus: CorpusInfo, used: Path, settings: tuple[str, ...], world_size: int, message: str
@@ -211,6 +219,48 @@ def test_a_save_that_fails_does_not_stop_a_run(
     assert_same_tensors(checkpoint(full, 6), checkpoint(straight, 6))
 
 
+class Gate(io.StringIO):
+    """A console's file that lets writing go on once step 5 is reported, and makes the steps after
+    it last long enough for a save to end meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+
+    def write(self, text: str) -> int:
+        match = re.search(r"^step +(\d+)  loss", text, re.MULTILINE)
+        if match and int(match[1]) >= 5:
+            self.opened.set()
+            time.sleep(0.3)
+        return super().write(text)
+
+
+def test_training_goes_on_while_a_save_is_written_and_says_so_when_it_is(
+    corpus: CorpusInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of step 4's checkpoint is written before step 5 is done; it is told before step 8,
+    after which the next one is due."""
+    settings = ("train.steps=8", "checkpoint.save_interval=4")
+    config = config_of(corpus, tmp_path, *settings)
+
+    def run() -> str:
+        gate = Gate()
+
+        def write_later(*arguments: Any) -> Any:
+            assert gate.opened.wait(60)
+            return write_tensors(*arguments)
+
+        monkeypatch.setattr(store, "write_tensors", write_later)
+        finished, said = train_here(config, lambda: gate)
+        assert finished
+        return said
+
+    (said,) = run_ranks(run, 1)
+    told = re.findall(r"^step +(\d+)  (loss|saved)", said, re.MULTILINE)
+    assert told.index(("4", "saved")) > told.index(("5", "loss"))
+    assert told.index(("4", "saved")) < told.index(("8", "loss"))
+
+
 class FullDisk(io.StringIO):
     """A console's file; from step 2 to step 4 the process that writes to it has a full disk."""
 
@@ -276,6 +326,11 @@ def test_a_run_begins_with_the_weights_of_another(corpus: CorpusInfo, tmp_path: 
 
     other = config_of(corpus, tmp_path / "other", *begin, "model.hidden_act=silu")
     assert re.search("model.hidden_act: the model in .* has 'relu2', not 'silu'", refused(other, 1))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(first, damaged)
+    flip_last_bit(damaged / "checkpoints" / "step_00000002" / "rank_00003.safetensors")
+    of_damaged = config_of(corpus, snapshot, f"run.init_from={damaged}")
+    assert "rank_00003.safetensors: is not what was saved" in refused(of_damaged, 2)
     codes = f"run.init_from={first / 'snapshots'}"
     message = refused(config_of(corpus, snapshot, codes), 2)
     assert "holds codes and scales only, and no optimizer can go on from these" in message
