@@ -23,11 +23,14 @@ setup: $(STAMP) ## create .venv and install megabit with the releases of constra
 quickstart: setup ## train a small ternary model on Shakespeare with TP=2 x PP=2, evaluate, sample, plot
 	@examples/quickstart.sh $(SETTINGS)
 
+# Tests run side by side, a file in one process.
+PYTEST := -m pytest -q --numprocesses logical --maxprocesses 8 --dist loadfile
+
 test: setup ## run all tests
-	@$(PY) -m pytest -q
+	@$(PY) $(PYTEST)
 
 test-fast: setup ## run the tests that take seconds
-	@$(PY) -m pytest -q -m "not slow"
+	@$(PY) $(PYTEST) -m "not slow"
 
 lint: setup ## check style and types
 	@$(PY) -m ruff check .

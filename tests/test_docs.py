@@ -108,6 +108,12 @@ def test_readme_code_runs(document: str) -> None:
         exec(block, {})
 
 
+def test_nothing_is_left_to_be_filled_in() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        assert not re.findall(r"\b(?:TODO|FIXME|TBD|XXX|PERCENT|BENCH)\b", text), document.name
+
+
 def test_links_lead_somewhere() -> None:
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
