@@ -93,10 +93,10 @@ def agree_on_plan(config: Config, mesh: ParallelMesh) -> StagePlan:
 def _layout_problem(counts: Sequence[int], schedule: Schedule, name: str) -> str | None:
     """What is wrong with so many layers on each stage, if anything."""
     placement = schedule.placement
-    if len(counts) != placement.num_stages:  # those of a run that goes on with another schedule
+    if len(counts) != placement.num_stages:
         return (
             f"is for {len(counts)} stages, and parallel.schedule={name} has "
-            f"{placement.num_stages} (parallel.pp · parallel.vpp); a run keeps its stages"
+            f"{placement.num_stages} (parallel.pp · parallel.vpp)"
         )
     ends = {0, placement.num_stages - 1}
     for rank, stages in enumerate(placement.stages):

@@ -100,6 +100,8 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
     """
     _check_same_settings(config, mesh)
     corpus = open_corpus(config, mesh)
+    sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
+    windows = open_windows(config, corpus)
     files = RunFiles(Path(config.run.dir))
 
     def alert(problem: str) -> None:
@@ -126,8 +128,7 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         assets = kept_assets(files.assets) if mesh.is_main else {}
         snapshots = CheckpointStore(files.snapshots, mesh, retention_of(config))
         saver = Saver(state, store, snapshots, corpus, assets, log.say)
-        trainer = Trainer(state, corpus, open_windows(config, corpus), saver, log, files)
-        sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
+        trainer = Trainer(state, corpus, windows, saver, log, files)
         with log, saver:
             step = trainer.run(sampler, step)
             if step < config.train.steps:

@@ -159,7 +159,7 @@ def test_a_layout_for_another_number_of_stages() -> None:
     config = dataclasses.replace(config, parallel=parallel)
     assert problems_of(config) == [
         "parallel.layers_per_stage: [2, 2] is for 2 stages, and parallel.schedule=zb-v has 4 "
-        "(parallel.pp · parallel.vpp); a run keeps its stages"
+        "(parallel.pp · parallel.vpp)"
     ]
 
 

@@ -1,6 +1,5 @@
 """What the parts of a model take: measured, laid on stages by it, and shown as a table."""
 
-import json
 import re
 import signal
 from pathlib import Path
@@ -29,7 +28,6 @@ from tests.training.runs import (
     assert_same_tensors,
     checkpoint,
     config_of,
-    refused,
     rows,
     train,
 )
@@ -128,11 +126,10 @@ def test_parts_are_measured_as_they_are_in_training(monkeypatch: pytest.MonkeyPa
 # Training by what was measured.
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, costs: PartCosts | None) -> None:
-    """Ranks that are forked from now on measure ``costs``; None: they must not measure."""
+def fake(monkeypatch: pytest.MonkeyPatch, costs: PartCosts) -> None:
+    """Ranks that are forked from now on measure ``costs``."""
 
     def measure(config: Config, mesh: ParallelMesh) -> PartCosts:
-        assert costs is not None, "a run that goes on has its layers"
         return costs
 
     monkeypatch.setattr("megabit.training.step.measure_part_costs", measure)
@@ -165,10 +162,11 @@ def test_a_run_trains_by_what_it_measures(corpus: CorpusInfo, tmp_path: Path) ->
     assert_same_tensors(checkpoint(measured, 6), checkpoint(given, 6))
 
 
-def test_a_resumed_run_keeps_its_layers(
+def test_a_resumed_run_measures_again(
     corpus: CorpusInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a measurement would say now."""
+    """It may be on another machine. Where layers are is not part of the run: its bits are those of
+    one that kept them."""
     run, straight = tmp_path / "run", tmp_path / "straight"
     config = config_of(corpus, run, *MEASURED)
     fake(monkeypatch, HEAD_IS_LARGE)
@@ -176,24 +174,16 @@ def test_a_resumed_run_keeps_its_layers(
     assert not finished
     assert layers_in_yaml(run) == "31"
 
-    fake(monkeypatch, None)
+    fake(monkeypatch, EMBEDDING_IS_LARGE)
     finished, said = train(config, 2)
     assert finished
     assert "Resuming after step 3" in said
-    assert layers_in_yaml(run) == "31"
+    assert layers_in_yaml(run) == "13"
     layers = "parallel.layers_per_stage=[3,1]"
     train(config_of(corpus, straight, FOUR_LAYERS, "parallel.pp=2", layers), 2)
-    assert rows(run) == rows(straight)
+    losses = [[row.get("loss") for row in rows(folder)] for folder in (run, straight)]
+    assert losses[0] == losses[1]
     assert_same_tensors(checkpoint(run, 6), checkpoint(straight, 6))
-
-    # Other stages are refused, and not only after a crash.
-    message = refused(config_of(corpus, run, *MEASURED, *V), 2)
-    assert message.startswith("parallel.layers_per_stage: [3, 1] is for 2 stages")
-    about = run / "checkpoints" / "step_00000006" / "about.json"
-    content = json.loads(about.read_text())
-    del content["config"]["parallel.layers_per_stage"]
-    about.write_text(json.dumps(content))
-    assert "is damaged (no layers_per_stage)" in refused(config, 2)
 
 
 def test_layers_may_be_anywhere_in_exact_training() -> None:
