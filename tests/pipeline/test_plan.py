@@ -153,7 +153,7 @@ def test_a_rank_that_would_hold_nothing(
 
 
 def test_a_layout_for_another_number_of_stages() -> None:
-    """That of a checkpoint, which the configuration's own checks have not seen."""
+    """As a program may ask for it, whose settings nobody has checked."""
     config = load_config(["parallel.schedule=zb-v", "parallel.pp=2", "parallel.vpp=2"])
     parallel = dataclasses.replace(config.parallel, layers_per_stage=[2, 2])
     config = dataclasses.replace(config, parallel=parallel)
