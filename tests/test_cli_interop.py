@@ -250,6 +250,39 @@ def test_a_damaged_model_is_not_exported(kind: str, saved_run: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+def test_without_latest_the_newest_training_checkpoint_is_exported(
+    saved_run: Path, tmp_path: Path
+) -> None:
+    """Not the snapshot beside it: training goes on from that checkpoint, too."""
+    run = tmp_path / "run"
+    shutil.copytree(saved_run, run)
+    (run / "checkpoints" / "latest").unlink()
+    code, _, _ = megabit("export", "hf", run, tmp_path / "out", "--mode", "online")
+    assert code == 0
+    assert megabit("ckpt", "verify", run)[0] == 0
+
+
+def test_a_dense_model_is_warned_of_until_it_was_trained(tmp_path: Path) -> None:
+    """Its codes are those of weights that never were ternary, whatever they were copied through."""
+    theirs, imported = tmp_path / "theirs", tmp_path / "imported"
+    save_random(theirs, replace(TINY, hidden_act="silu"), torch.float32, "Llama")
+    assert megabit("import", "hf", theirs, imported)[0] == 0
+    for number, source in enumerate((theirs, imported)):
+        _, out, _ = megabit("export", "hf", source, tmp_path / f"{number}")
+        assert any("was not trained as a ternary model" in line for line in out), source
+
+
+def test_a_file_beside_the_output_is_left_alone(tmp_path: Path) -> None:
+    own_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    wide = replace(TINY, vocab_size=400, hidden_size=256, intermediate_size=256)
+    source = RandomSource(wide, assets={"tokenizer.json": tmp_path / "tokenizer.json"})
+    (tmp_path / "out.gguf.tmp").write_text("mine")
+    export_gguf(source, tmp_path / "out.gguf", "TQ2_0")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"out.gguf", "out.gguf.tmp", "tokenizer.json"}
+    assert (tmp_path / "out.gguf.tmp").read_text() == "mine"
+
+
 def test_sizes_in_words() -> None:
     assert [size_text(size) for size in (0, 999, 1000, 999_949, 999_950, 12_345_678, 3e15)] == [
         "0 B",

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+import megabit.checkpoint.new_folder as new_folder_module
 from megabit.checkpoint.model_source import TernarySource, open_model
 from megabit.checkpoint.source import Index, ModelSource, logical_tensors
 from megabit.checkpoint.ternary import Origin, write_ternary, write_training
@@ -292,3 +293,20 @@ def test_a_large_model_is_never_in_memory(tmp_path: Path) -> None:
     # The largest tensor, mapped from its file, and a copy of it. With all files kept open it is the
     # size of the checkpoint.
     assert int(done.stdout) < 2.5 * largest < size / 5
+
+
+def test_a_folder_is_synced_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    rename = Path.rename
+
+    def record_rename(path: Path, target: Path) -> Path:
+        done.append(f"{path.name} is renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(new_folder_module, "sync", lambda path: done.append(f"{path} is synced"))
+    monkeypatch.setattr(Path, "rename", record_rename)
+    with new_folder_module.new_folder(tmp_path / "out") as folder:
+        inside = str(folder)
+    assert done == [f"{inside} is synced", "out is renamed", f"{tmp_path} is synced"]
