@@ -5,14 +5,14 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megabit.checkpoint.source import Index, LogicalTensor
+from megabit.checkpoint.source import Index, LogicalTensor, row_slices
 from megabit.errors import UserError
 from megabit_kernels import TernaryWeight, abs_sum, numerics
 
@@ -46,7 +46,7 @@ class LatentWeights:
         return torch.cat(
             [
                 TernaryWeight.from_latent(self.read(name, rows), scale, "packed").data
-                for rows in _chunks(index or self.tensors[name].whole)
+                for rows in row_slices(index or self.tensors[name].whole, CHUNK_ELEMENTS)
             ]
         )
 
@@ -57,7 +57,7 @@ class LatentWeights:
             numel = math.prod(tensor.shape)
             total = torch.zeros(2, dtype=torch.int64)
             dtype = torch.float32
-            for rows in _chunks(tensor.whole):
+            for rows in row_slices(tensor.whole, CHUNK_ELEMENTS):
                 values = self.read(name, rows)
                 dtype = numerics.stats_dtype(values.dtype)
                 total += abs_sum(values, numel)
@@ -69,11 +69,3 @@ class LatentWeights:
                 )
             self._scales[name] = scale
         return self._scales[name]
-
-
-def _chunks(index: Index) -> Iterator[Index]:
-    """Of a part of a matrix, some rows at a time."""
-    rows, columns = index
-    step = max(1, CHUNK_ELEMENTS // max(1, columns.stop - columns.start))
-    for start in range(rows.start, rows.stop, step) or [rows.start]:  # of no rows, one of none
-        yield slice(start, min(start + step, rows.stop)), columns

@@ -4,6 +4,7 @@ Reads headers when it is opened, and then only the slices that are asked for. Wh
 was saved is a question of its own (``verify``): its answer takes a pass over all of them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,7 +24,7 @@ CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
 """Where a run's folder has its training and its ternary checkpoints."""
 
 
-class CheckpointSource:
+class CheckpointSource(ABC):
     """What both kinds have in common; a ``ModelSource``."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -57,14 +58,14 @@ class CheckpointSource:
         with self._reader as reader:  # what stays open is mapped, and fills memory as it is read
             return reader.read(stored_as, index)
 
-    def values(self, name: str, index: Index | None = None) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def values(self, name: str, index: Index | None = None) -> Tensor: ...
 
-    def codes(self, name: str, index: Index | None = None) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def codes(self, name: str, index: Index | None = None) -> Tensor: ...
 
-    def scale(self, name: str) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def scale(self, name: str) -> Tensor: ...
 
 
 class TrainingSource(CheckpointSource):
@@ -129,8 +130,8 @@ def open_model(path: Path) -> CheckpointSource:
     folder = find_checkpoint(path)
     manifest = Manifest.read(folder)
     check_tensors(folder, manifest)
-    kinds = {"training": TrainingSource, "ternary": TernarySource}
-    return kinds[manifest.kind](folder, manifest)
+    source = TrainingSource if manifest.kind == "training" else TernarySource
+    return source(folder, manifest)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -5,7 +5,8 @@ read tensor by tensor, or slice by slice, and keeps none of it: who copies a mod
 one tensor, and a rank reads its own part only.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -59,6 +60,15 @@ def logical_tensors(model: ModelConfig) -> dict[str, LogicalTensor]:
     if not model.tie_word_embeddings:
         tensors["lm_head.weight"] = LogicalTensor((model.vocab_size, hidden), False)
     return tensors
+
+
+def row_slices(index: Index, elements: int) -> Iterator[Index]:
+    """``index`` in parts of about so many elements, each of at least a row: how what is too large
+    for memory is gone through. Of no rows, one part of none."""
+    rows, *others = index
+    step = max(1, elements // max(1, math.prod(part.stop - part.start for part in others)))
+    for start in range(rows.start, rows.stop, step) or [rows.start]:
+        yield (slice(start, min(start + step, rows.stop)), *others)
 
 
 class ModelSource(Protocol):

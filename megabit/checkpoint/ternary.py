@@ -5,7 +5,7 @@ with: ``model.safetensors``, ``assets/`` (the tokenizer), and ``manifest.json`` 
 ``model.safetensors`` (several files, ``model-00001-of-…``, above 5 GB) is an ordinary safetensors
 file whose metadata describes it:
 
-- ``format``: ``megabit ternary``; ``version``: ``1``. A reader refuses other versions.
+- ``format``: ``megabit ternary``; ``version``: ``1``. Read no other version by these rules.
 - ``model``: JSON of the model's shape (``ModelConfig``); ``max_length``: positions it was made for.
 
 For each ternary weight ``W [N, K]``, by its Hugging Face name ``W``:

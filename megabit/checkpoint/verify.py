@@ -19,6 +19,7 @@ from megabit.checkpoint.source import logical_tensors
 from megabit.config import ModelConfig
 from megabit.errors import UserError
 from megabit.files import FileInfo, describe_file
+from megabit_kernels.packing import packed_width
 
 MASTER_KINDS = ("master", "exp_avg", "exp_avg_sq")
 """What a training checkpoint has of each logical tensor: ``kind/name``."""
@@ -38,7 +39,7 @@ def expected_tensors(
     for name, tensor in tensors.items():
         if tensor.is_ternary:
             rows, columns = tensor.shape
-            shapes[f"{name}.{CODES}"] = (rows, -(-columns // 4))
+            shapes[f"{name}.{CODES}"] = (rows, packed_width(columns))
             shapes[f"{name}.{SCALE}"] = ()
         else:
             shapes[name] = tensor.shape
@@ -69,13 +70,12 @@ def check_file(folder: Path, name: str, expected: FileInfo) -> None:
     path = folder / name
     try:
         size = path.stat().st_size
-        if size != expected.bytes:
-            raise DamagedCheckpoint(f"{path}: has {size} bytes, but {expected.bytes} were saved")
-        found = describe_file(path)
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: cannot read it ({error.strerror})") from error
-    except DamagedCheckpoint:
-        raise
+    if size != expected.bytes:
+        raise DamagedCheckpoint(f"{path}: has {size} bytes, but {expected.bytes} were saved")
+    try:
+        found = describe_file(path)
     except UserError as error:
         raise DamagedCheckpoint(*error.problems) from error
     if found != expected:

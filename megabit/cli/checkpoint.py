@@ -11,7 +11,7 @@ import typer
 
 from megabit.cli.progress import bar
 from megabit.cli.words import model_text, size_text
-from megabit.config import Config
+from megabit.config import Config, leaves
 from megabit.errors import UserError
 
 if TYPE_CHECKING:
@@ -228,13 +228,11 @@ def _differences(saved: Any) -> list[str]:
     """Settings beside the model's that are not as by default, as one would write them."""
     if not isinstance(saved, Mapping):
         return []
-    defaults = asdict(Config())
+    defaults = dict(leaves(asdict(Config())))
     return [
-        f"{section}.{key}={value}"
-        for section, settings in saved.items()
-        if section != "model" and isinstance(settings, Mapping)
-        for key, value in settings.items()
-        if value != defaults.get(section, {}).get(key)
+        f"{key}={value}"
+        for key, value in leaves(saved)
+        if not key.startswith("model.") and value != defaults.get(key)
     ]
 
 

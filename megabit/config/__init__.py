@@ -4,7 +4,7 @@ arguments (``compose``) and checked as a whole before any process group exists (
 Nothing here imports torch, so that ``megabit config`` and ``--help`` answer at once.
 """
 
-from megabit.config.compose import config_from_tree, load_config, model_to_yaml, to_yaml
+from megabit.config.compose import config_from_tree, leaves, load_config, model_to_yaml, to_yaml
 from megabit.config.schema import (
     SCHEDULE_CHUNKS,
     CheckpointConfig,
@@ -34,6 +34,7 @@ __all__ = [
     "TrainConfig",
     "config_from_tree",
     "find_problems",
+    "leaves",
     "load_config",
     "model_to_yaml",
     "to_yaml",

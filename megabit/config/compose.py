@@ -62,7 +62,7 @@ def config_from_tree(tree: Mapping[str, Any], origin: str) -> Config:
         UserError: with every problem found.
     """
     target = _unset_tree()
-    found = [_set(target, setting) for setting in _leaves(tree, prefix="")]
+    found = [_set(target, _Setting(*leaf)) for leaf in leaves(tree)]
     problems = [problem for problem in found if problem is not None]
     config = OmegaConf.to_object(target)
     assert isinstance(config, Config)
@@ -121,17 +121,18 @@ def _settings(argument: str, problems: list[str]) -> Iterator[_Setting]:
         problems.append(f"{argument}: not valid YAML ({_first_line(error)})")
     else:
         if isinstance(content, dict):
-            yield from _leaves(content, prefix="")
+            yield from (_Setting(*leaf) for leaf in leaves(content))
         else:
             problems.append(f"{argument}: must hold settings such as 'model:', not a list")
 
 
-def _leaves(node: Any, prefix: str) -> Iterator[_Setting]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings in a tree of mappings, by their dotted keys."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
     else:
-        yield _Setting(prefix, node)
+        yield prefix, tree
 
 
 def _set(tree: DictConfig, setting: _Setting) -> str | None:

@@ -7,8 +7,6 @@ the seed and the step: there is no other state, and no generator whose state wou
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -20,7 +18,7 @@ from megabit.checkpoint import (
     TensorReader,
     on_all_ranks,
 )
-from megabit.config import Config
+from megabit.config import Config, leaves
 from megabit.errors import UserError
 from megabit.training.step import TrainingState
 
@@ -71,8 +69,8 @@ def check_resumable(config: Config, checkpoint: Checkpoint, corpus_fingerprint: 
             f"{path}: holds codes and scales only, which cannot resume a run; "
             "use a training checkpoint"
         )
-    saved = _flat(manifest.run.get("config"))
-    own = _flat(dataclasses.asdict(config))
+    saved = dict(leaves(manifest.run.get("config")))
+    own = dict(leaves(dataclasses.asdict(config)))
     problems = [
         f"{key}: the run in {path} has {saved.get(key)!r}, not {own[key]!r}; "
         "resume with the same, or use another run.dir"
@@ -131,16 +129,3 @@ def _is_identity(key: str) -> bool:
         "train.global_batch_size",
         "train.seed",
     )
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings by their dotted keys."""
-
-    def leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(node, Mapping):
-            for name, value in node.items():
-                yield from leaves(value, f"{key}.{name}" if key else str(name))
-        else:
-            yield key, node
-
-    return dict(leaves(tree, prefix))

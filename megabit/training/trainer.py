@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megabit.checkpoint import Checkpoint, CheckpointStore
+from megabit.checkpoint.model_source import CHECKPOINTS, SNAPSHOTS
 from megabit.config import Config, to_yaml
 from megabit.data.batches import BatchSource, Prefetcher
 from megabit.data.corpus import CorpusInfo, check_vocab, load_corpus
@@ -70,7 +71,7 @@ class RunFiles:
 
     @property
     def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     @property
     def assets(self) -> Path:
@@ -78,7 +79,7 @@ class RunFiles:
 
     @property
     def snapshots(self) -> Path:
-        return self.folder / "snapshots"
+        return self.folder / SNAPSHOTS
 
     @property
     def timeline(self) -> Path:

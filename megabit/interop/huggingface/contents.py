@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from megabit.checkpoint.source import Index, LogicalTensor, logical_tensors
+from megabit.checkpoint.source import LogicalTensor, logical_tensors, row_slices
 from megabit.config import ModelConfig
 from megabit.errors import UserError
 from megabit.interop.huggingface.config import BITNET, HuggingFaceConfig
@@ -24,6 +24,9 @@ SCALE_DTYPES = (*DENSE_DTYPES, torch.float64)
 _SUB_NORMS = ("attn_sub_norm.weight", "ffn_sub_norm.weight")
 _COMPUTED = "rotary_emb.inv_freq"
 """A table that old releases saved and none reads."""
+
+CHUNK_ELEMENTS = 1 << 20
+"""Of a tensor all of which is looked at, in memory at a time; at least a row."""
 
 _LISTED = 3
 """Names in a message."""
@@ -119,20 +122,13 @@ class Contents:
         stored = self.folder.tensors
         if not model.tie_word_embeddings or not {HEAD, EMBEDDING} <= stored.keys():
             return model
+        whole = slice(0, model.vocab_size), slice(0, model.hidden_size)
         shape = (model.vocab_size, model.hidden_size)
         is_tied = stored[HEAD].shape == stored[EMBEDDING].shape == shape and all(
             torch.equal(*(self.folder.read(name, rows).float() for name in (HEAD, EMBEDDING)))
-            for rows in row_slices(shape)
+            for rows in row_slices(whole, CHUNK_ELEMENTS)
         )
         return model if is_tied else replace(model, tie_word_embeddings=False)
-
-
-def row_slices(shape: tuple[int, ...], elements: int = 1 << 20) -> Iterator[Index]:
-    """All of a tensor, about so many elements at a time, but at least a row."""
-    rows, *columns = shape
-    step = max(1, elements // max(1, torch.Size(columns).numel()))
-    for start in range(0, rows, step):
-        yield (slice(start, min(start + step, rows)), *(slice(0, size) for size in columns))
 
 
 def _listed(names: list[str]) -> str:

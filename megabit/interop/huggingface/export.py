@@ -21,12 +21,11 @@ from torch import Tensor
 
 from megabit.checkpoint.new_folder import new_folder
 from megabit.checkpoint.progress import Report, no_report, reporting
-from megabit.checkpoint.source import ModelSource, logical_tensors
+from megabit.checkpoint.source import ModelSource, logical_tensors, row_slices
 from megabit.checkpoint.tensor_file import MAX_FILE_BYTES, LazyTensor, in_files, write_tensors
 from megabit.errors import UserError
 from megabit.files import write_text
 from megabit.interop.huggingface.config import Mode, Quantization, config_tree
-from megabit.interop.huggingface.contents import row_slices
 from megabit.interop.huggingface.scales import stored_scale
 from megabit.interop.huggingface.tensor_folder import INDEX
 from megabit.interop.huggingface.tokenizer_files import token_ids, write_tokenizer_files
@@ -147,7 +146,8 @@ def _master(source: ModelSource, name: str, dtype: torch.dtype, changed: dict[st
     if values.dtype != dtype:
         old, new = source.scale(name), numerics.absmean_scale(written)
         changed[name] = 0
-        for rows in row_slices(tuple(values.shape), numerics.BLOCK):
+        whole = tuple(slice(0, size) for size in values.shape)
+        for rows in row_slices(whole, numerics.BLOCK):
             differ = numerics.ternarize(values[rows], old) != numerics.ternarize(written[rows], new)
             changed[name] += int(differ.sum())
     return written

@@ -17,26 +17,18 @@ import torch
 from torch import Tensor
 
 from megabit.checkpoint.latent import LatentWeights
-from megabit.checkpoint.source import Index
+from megabit.checkpoint.source import Index, row_slices
 from megabit.config import ModelConfig
 from megabit.errors import UserError
 from megabit.interop.huggingface.config import Quantization, read_config
-from megabit.interop.huggingface.contents import EMBEDDING, Contents, row_slices
+from megabit.interop.huggingface.contents import CHUNK_ELEMENTS, EMBEDDING, Contents
 from megabit.interop.huggingface.tensor_folder import TensorFolder
+from megabit.interop.huggingface.tokenizer_files import COPIED
 from megabit_kernels import numerics
 from megabit_kernels.formats.huggingface import decode_scale
 from megabit_kernels.packing import check_bytes, pack
 
-ASSETS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
+ASSETS = ("config.json", *COPIED)
 
 
 class HuggingFaceSource:
@@ -133,7 +125,7 @@ class HuggingFaceSource:
         gamma = self._latent.scale(name)
         if bool(gamma <= numerics.MIN_SCALE) and not any(
             bool(self.values(name, rows).any())
-            for rows in row_slices(self._contents.logical[name].shape)
+            for rows in row_slices(self._contents.logical[name].whole, CHUNK_ELEMENTS)
         ):
             self._refuse_zeros(name)
         return gamma
@@ -151,7 +143,7 @@ class HuggingFaceSource:
         """
         for name, tensor in self._contents.logical.items():
             if not tensor.is_ternary:
-                for rows in row_slices(tensor.shape):
+                for rows in row_slices(tensor.whole, CHUNK_ELEMENTS):
                     if not bool(self.values(name, rows).isfinite().all()):
                         self._contents.refuse(
                             self._contents.stored_name(name),

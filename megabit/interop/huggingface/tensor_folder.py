@@ -13,11 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megabit.checkpoint.source import Index
-from megabit.checkpoint.tensor_file import DTYPES
+from megabit.checkpoint.tensor_file import DTYPES, SINGLE_FILE
 from megabit.errors import UserError
 from megabit.interop.huggingface.json_fields import Fields, read_json, shown_name
 
-SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -42,7 +41,7 @@ class TensorFolder:
         self.path = path
         self.tensors: dict[str, StoredTensor] = {}
         placed = _placed(path)
-        for file in sorted({*placed.values()} if placed is not None else {path / SINGLE}):
+        for file in sorted({*placed.values()} if placed is not None else {path / SINGLE_FILE}):
             for name, tensor in _stored(file):
                 if placed is not None and placed.get(name) != file:
                     raise UserError(
@@ -76,8 +75,8 @@ class TensorFolder:
 def _placed(path: Path) -> dict[str, Path] | None:
     """The file of each tensor as the index says; None if there is one file only."""
     if not path.is_dir():
-        raise UserError(f"{path}: is not a folder; give one with config.json and {SINGLE}")
-    if (path / SINGLE).exists():  # it comes before an index in transformers, too
+        raise UserError(f"{path}: is not a folder; give one with config.json and {SINGLE_FILE}")
+    if (path / SINGLE_FILE).exists():  # it comes before an index in transformers, too
         return None
     index = path / INDEX
     if not index.exists():
@@ -85,9 +84,9 @@ def _placed(path: Path) -> dict[str, Path] | None:
         if pickles:
             raise UserError(
                 f"{path / pickles[0]}: is a pickle, which may run code and is not read; "
-                f"convert it to {SINGLE}"
+                f"convert it to {SINGLE_FILE}"
             )
-        raise UserError(f"{path}: has no {SINGLE} and no {INDEX}")
+        raise UserError(f"{path}: has no {SINGLE_FILE} and no {INDEX}")
     weight_map = Fields(index, read_json(index)).section("weight_map")
     if weight_map is None or not weight_map.tree:
         raise UserError(f"{index}: weight_map: must name the file of each tensor, and is missing")
