@@ -25,6 +25,16 @@ def version() -> str:
     return match.group(1)
 
 
+TELEMETRY = [
+    "tensorboard",
+    "prometheus-client>=0.19",  # gives its server back, so that it can be closed
+    "nvidia-ml-py",
+]
+"""What only some sinks of metrics need; megabit says so where one is missing."""
+
+LM_EVAL = ["lm_eval>=0.4.13"]
+"""For tasks of lm-evaluation-harness (megabit eval --tasks)."""
+
 setup(
     name="megabit",
     version=version(),
@@ -39,7 +49,10 @@ setup(
         "megabit": "megabit",
         "megabit_kernels": "kernels/megabit_kernels",
     },
-    package_data={"megabit_kernels.triton": ["tuned/*.json"]},
+    package_data={
+        "megabit_kernels.triton": ["tuned/*.json"],
+        "megabit.report": ["assets/*"],
+    },
     ext_modules=[native_extension("kernels/csrc", "megabit_kernels")],
     cmdclass={"build_ext": BuildNative},
     entry_points={"console_scripts": ["megabit = megabit.cli.main:main"]},
@@ -61,7 +74,10 @@ setup(
         "wandb",
     ],
     extras_require={
+        "telemetry": TELEMETRY,
+        "lm-eval": LM_EVAL,
         "dev": [
+            *TELEMETRY,
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
@@ -69,6 +85,7 @@ setup(
             # What exports are read with: the other side of the interchange.
             "transformers>=5.16",
             "accelerate",
+            *LM_EVAL,
             "ruff",
             "mypy",
             "types-PyYAML",

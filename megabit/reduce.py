@@ -18,7 +18,7 @@ Every collective counts its bytes under a purpose, by the ring algorithms' volum
 end really does, and the time that the rank was blocked in it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,10 +35,12 @@ Purpose = Literal[
     "weight gradients",
     "weights",
     "scales",
+    "updates",
     "control",
 ]
 """What bytes are sent for. *Statistics* are those of tokens (norms, ranges, the loss), *weights*
-are codes and dense replicas, *scales* the sums that make γ, *control* what ranks agree on."""
+are codes and dense replicas, *scales* the sums that make γ, *updates* what is orthogonalised on one
+rank for all (Muon), *control* what ranks agree on."""
 
 PROBLEM_BYTES = 2000
 """As much of a message as ranks tell each other."""
@@ -130,6 +132,25 @@ def start_all_to_all(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pen
     axis.sent[purpose] += _others_share(axis) * _num_bytes(x)
     work = dist.all_to_all_single(received, x.contiguous(), group=axis.group, async_op=True)
     return Pending(axis, work, lambda: received)
+
+
+def start_exchange(
+    x: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    axis: Axis,
+    purpose: Purpose = "control",
+) -> Pending:
+    """``start_all_to_all`` of unequal parts: ``sent[r]`` elements of the flat ``x``, in the order
+    of ranks, go to rank ``r``; the result is flat, with ``received[r]`` elements from each."""
+    if axis.group is None:
+        return Pending.done(x)
+    arrived = x.new_empty(sum(received))
+    axis.sent[purpose] += (sum(sent) - sent[axis.rank]) * x.element_size()
+    work = dist.all_to_all_single(
+        arrived, x.contiguous(), [*received], [*sent], group=axis.group, async_op=True
+    )
+    return Pending(axis, work, lambda: arrived)
 
 
 def tree_sum(terms: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ def test_help_lists_the_commands() -> None:
     assert "Train BitNet b1.58 (ternary) language models" in result.stdout
     for command, does in [
         ("train", "Train a model"),
+        ("eval", "Compute the loss"),
         ("bench", "Measure this machine"),
         ("prepare", "Read data.text"),
         ("parity", "Run a configuration at several layouts"),

@@ -330,7 +330,11 @@ def test_what_must_not_be_negative(key: str) -> None:
             "world size: parallel.exact=full adds the 6 microbatches of a step in 2 blocks, which "
             "dp=3 does not divide; use one of 1, 2",
         ),
-        ("optim.lr=[1e-3]", None, "optim.lr: must be a list of two numbers, not [0.001]"),
+        (
+            "optim.lr=[1e-3]",
+            None,
+            "optim.lr: must be a list of two numbers with optim.schedule=two_stage_linear, not",
+        ),
         ("optim.weight_decay=[0,-1]", None, "optim.weight_decay: must not be negative, not [0.0,"),
         ("optim.betas=[0.9,1]", None, "optim.betas: must be below 1, not [0.9, 1.0]"),
         ("optim.switch=1.5", None, "optim.switch: must lie between 0 and 1, not 1.5"),

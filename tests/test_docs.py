@@ -32,6 +32,7 @@ SMALL = {
     "ckpt show": "",
     "ckpt verify": "",
     "config": "",
+    "eval": "",
     "export gguf": "",
     "export hf": "",
     "export safetensors": "",

@@ -5,6 +5,8 @@ Sources: "The Era of 1-bit LLMs" (arXiv 2402.17764), section 2, and Microsoft's 
 
 - weight: γ = max(mean|W|, 1e-5) over the whole logical tensor; q = clamp(round(W/γ), −1, 1).
   Σ|W| is taken in integers (``fixed_point_abs_sum``), so that no order or split changes γ
+- options: a multiple of that γ, or of max(median|W|, 1e-5), the lower median; a λ ramp that fades
+  quantization in: W + λ(γ·q − W), and x + λ(x_q·s − x), in floating point
 - activation: s = max(max|x|, 1e-5)/127 over the whole hidden dimension;
   x_q = clamp(round(x/s), −128, 127)
 - product: acc = Σ_k x_q · q in int32, exact; y = acc · (s·γ), rounded once
@@ -58,7 +60,7 @@ def fixed_point_abs_sum(weight: Tensor, numel: int) -> Tensor:
     """
     lanes = torch.zeros(2, dtype=torch.int64, device=weight.device)
     is_counted = torch.ones((), dtype=torch.bool, device=weight.device)
-    for block in _blocks(weight):
+    for block in blocks(weight):
         magnitude = block.abs().to(stats_dtype(weight.dtype))
         small, large = magnitude < 1, (magnitude >= 1) & (magnitude < MAX_COUNTED)
         by_lane = ((small, small_units(numel)), (large, large_units(numel)))
@@ -69,19 +71,31 @@ def fixed_point_abs_sum(weight: Tensor, numel: int) -> Tensor:
     return torch.where(is_counted, lanes, lanes.new_tensor([0, NOT_COUNTED]))
 
 
-def weight_scale(sum_abs: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def weight_scale(
+    sum_abs: Tensor, numel: int, dtype: torch.dtype, multiplier: float = 1.0
+) -> Tensor:
     """γ of a logical weight.
 
     Args:
         sum_abs: int64 ``[2]``, ``fixed_point_abs_sum`` of all its pieces, added.
         numel: number of elements of the logical tensor.
         dtype: of the master weight; γ is taken in fp64 and rounded to it once.
+        multiplier: γ is so many times max(mean|W|, 1e-5).
     """
     small, large = sum_abs.to(torch.float64).unbind()
     total = small / small_units(numel) + large / large_units(numel)
-    mean = _divided(total, max(numel, 1)).clamp_min(MIN_SCALE)
+    mean = _divided(total, max(numel, 1)).clamp_min(MIN_SCALE) * multiplier
     is_counted = (sum_abs[1] >= 0) & (sum_abs[1] < NOT_COUNTED)
     return torch.where(is_counted, mean, math.inf).to(dtype)
+
+
+def median_scale(median: Tensor, dtype: torch.dtype, multiplier: float = 1.0) -> Tensor:
+    """γ of a logical weight from the median of |W|, as ``weight_scale`` from the mean.
+
+    Args:
+        median: fp32, 0-dimensional; inf where an element is not finite, or 2^16 or more.
+    """
+    return (median.to(torch.float64).clamp_min(MIN_SCALE) * multiplier).to(dtype)
 
 
 def fixed_point_square_sum(x: Tensor, largest: float, numel: int) -> Tensor:
@@ -102,7 +116,7 @@ def fixed_point_square_sum(x: Tensor, largest: float, numel: int) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     if largest == 0 or not math.isfinite(largest):
         return total
-    for block in _blocks(x):
+    for block in blocks(x):
         squares = (block.to(torch.float64) * shrink(largest)).square_()
         total += squares.mul_(small_units(numel)).round_().to(torch.int64).sum()
     return total
@@ -118,7 +132,8 @@ def norm_from_fixed_point(total: Tensor, largest: float, numel: int) -> float:
     return norm * math.ldexp(1.0, half) * math.ldexp(1.0, exponent - half)
 
 
-def _blocks(x: Tensor) -> Iterator[Tensor]:
+def blocks(x: Tensor) -> Iterator[Tensor]:
+    """``x``, of any shape, in flat pieces of ``BLOCK`` elements at most."""
     return iter(x.reshape(-1).split(BLOCK)) if x.numel() else iter(())
 
 
@@ -174,16 +189,35 @@ def dequantize_product(acc: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: tor
     return acc.to(x_scale.dtype).mul_(x_scale * w_scale).to(dtype)
 
 
-def absmean_scale(weight: Tensor) -> Tensor:
+def absmean_scale(weight: Tensor, multiplier: float = 1.0) -> Tensor:
     """γ of an unsharded weight: the reference for the sharded computation."""
-    numel = weight.numel()
-    return weight_scale(fixed_point_abs_sum(weight, numel), numel, stats_dtype(weight.dtype))
+    numel, dtype = weight.numel(), stats_dtype(weight.dtype)
+    return weight_scale(fixed_point_abs_sum(weight, numel), numel, dtype, multiplier)
+
+
+def absmedian_scale(weight: Tensor, multiplier: float = 1.0) -> Tensor:
+    """The same of the lower median of |W|, in fp32: the reference for the sharded one."""
+    magnitude = weight.abs().float().flatten()
+    median = torch.where((magnitude < MAX_COUNTED).all(), magnitude.median(), math.inf)
+    return median_scale(median, stats_dtype(weight.dtype), multiplier)
 
 
 def absmean_ternarize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and γ of an unsharded weight."""
     scale = absmean_scale(weight)
     return ternarize(weight, scale), scale
+
+
+def blended(x: Tensor, quantized: Tensor, share: float) -> Tensor:
+    """``x + λ(x̂ − x)`` with λ = ``share``, in the dtype of ``x``; at λ = 0 the bits of ``x``."""
+    dtype = stats_dtype(x.dtype)
+    wide = x.to(dtype)
+    return (wide + share * (quantized.to(dtype) - wide)).to(x.dtype)
+
+
+def mixed_weight(weight: Tensor, scale: Tensor, share: float) -> Tensor:
+    """W̃ = W + λ(γ·code − W) in the dtype of ``weight``: what a λ ramp computes with."""
+    return blended(weight, ternarize(weight, scale).to(scale.dtype) * scale, share)
 
 
 def fake_quantized_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from megabit.config import Config, ModelConfig
 from megabit.data.batches import Batch
 from megabit.model.initialize import logical_normal
-from megabit.training.schedule import two_stage
+from megabit.training.schedule import hyperparameters
 from megabit_kernels.numerics import MIN_SCALE, stats_dtype
 
 IGNORED = -100
@@ -228,7 +228,8 @@ class PlainTrainer:
             total += loss.item()
         if optim.clip_grad_norm:
             nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip_grad_norm)
-        values = two_stage(optim, step, self.config.train.steps)
+        # Steps are all alike here, so they count as well as tokens.
+        values = hyperparameters(optim, step, self.config.train.steps, optim.warmup_steps, 1)
         matrices, gains = self.optimizer.param_groups
         matrices["lr"] = gains["lr"] = values.lr
         matrices["weight_decay"], gains["weight_decay"] = values.weight_decay, 0.0

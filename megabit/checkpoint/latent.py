@@ -1,11 +1,12 @@
 """γ and codes of ternary weights that are on disk as masters, some rows at a time.
 
-γ belongs to the whole logical tensor, whatever part of it is wanted. Σ|W| is a sum of integers
-(``megabit_kernels.numerics``), so chunks of any size give the bits that training computed with.
+γ belongs to the whole logical tensor, whatever part of it is wanted. It is made of integers that
+are added over chunks (``tensor_parallel.weight_scale``), so chunks of any size give the bits that
+training computed with.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from megabit.checkpoint.source import Index, LogicalTensor, row_slices
 from megabit.errors import UserError
-from megabit_kernels import TernaryWeight, abs_sum, numerics
+from megabit.mesh import Axis
+from megabit.tensor_parallel import OwnedElements, WeightScale
+from megabit_kernels import TernaryWeight, numerics
 
 CHUNK_ELEMENTS = 1 << 22
 """Of a master weight, in memory at a time (16 MiB in fp32); at least a row."""
@@ -29,11 +32,14 @@ class LatentWeights:
     tensors: Mapping[str, LogicalTensor]
     read: Callable[[str, Index], Tensor]
     """Part of a master weight, in the dtype that it is stored in."""
+    weight_scale: WeightScale = field(default_factory=WeightScale)
+    """What γ is."""
     _scales: dict[str, Tensor] = field(default_factory=dict)
-    """One number for each weight, so that no weight is read twice for it."""
+    """One number for each weight, so that no weight is read again for it."""
 
     def scale(self, name: str) -> Tensor:
-        """γ, fp32, 0-dimensional; reads the whole weight when it is first asked for.
+        """γ, fp32, 0-dimensional; reads the whole weight when it is first asked for (for a
+        median, four times).
 
         Raises:
             UserError: the weight holds what is not finite.
@@ -53,19 +59,31 @@ class LatentWeights:
     def _scale(self, name: str) -> Tensor:
         """In the dtype of statistics: fp64 if the masters are."""
         if name not in self._scales:
-            tensor = self.tensors[name]
-            numel = math.prod(tensor.shape)
-            total = torch.zeros(2, dtype=torch.int64)
-            dtype = torch.float32
-            for rows in row_slices(tensor.whole, CHUNK_ELEMENTS):
-                values = self.read(name, rows)
-                dtype = numerics.stats_dtype(values.dtype)
-                total += abs_sum(values, numel)
-            scale = numerics.weight_scale(total, numel, dtype)
+            chunks = _Chunks(self, name)
+            whole = OwnedElements(chunks, math.prod(self.tensors[name].shape))
+            alone, cpu = Axis.single("tp"), torch.device("cpu")
+            # In fp64 at first: before they are read, nobody knows what dtype the masters have.
+            (scale,) = self.weight_scale.of_tensors([whole], alone, torch.float64, cpu)
             if not scale.isfinite():
                 raise UserError(
                     f"{self.path}: {name} holds a value that is not finite, or of "
                     f"{numerics.MAX_COUNTED:.0f} or more; it cannot be ternarized"
                 )
-            self._scales[name] = scale
+            self._scales[name] = scale.to(chunks.dtype)
         return self._scales[name]
+
+
+@dataclass
+class _Chunks:
+    """Of a weight, each read when it is come to."""
+
+    weights: LatentWeights
+    name: str
+    dtype: torch.dtype = torch.float32
+    """Of statistics of what has been read."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for rows in row_slices(self.weights.tensors[self.name].whole, CHUNK_ELEMENTS):
+            values = self.weights.read(self.name, rows)
+            self.dtype = numerics.stats_dtype(values.dtype)
+            yield values

@@ -30,6 +30,8 @@ ASSETS = "assets"
 CHECKSUM = "checksum"
 NEVER_TERNARY = "imported dense"
 """In ``Manifest.run`` of weights that were not trained as a ternary model's so far."""
+QUANTIZATION_SHARE = "quantization_share"
+"""In ``Manifest.run``: λ of the weights that were saved. Without it, 1: they are ternary."""
 MAX_BYTES = 1 << 28
 """A manifest is far smaller, whatever the model."""
 

@@ -12,12 +12,19 @@ from torch import Tensor
 
 from megabit.checkpoint.folder import CheckpointFolder
 from megabit.checkpoint.latent import LatentWeights
-from megabit.checkpoint.manifest import MANIFEST, NEVER_TERNARY, DamagedCheckpoint, Manifest
+from megabit.checkpoint.manifest import (
+    MANIFEST,
+    NEVER_TERNARY,
+    QUANTIZATION_SHARE,
+    DamagedCheckpoint,
+    Manifest,
+)
 from megabit.checkpoint.reader import TensorReader
 from megabit.checkpoint.source import Index, LogicalTensor, logical_tensors
 from megabit.checkpoint.verify import CODES, SCALE, check_tensors
 from megabit.config import ModelConfig
 from megabit.errors import UserError
+from megabit.tensor_parallel import WeightScale
 from megabit_kernels import packing
 
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
@@ -73,7 +80,8 @@ class TrainingSource(CheckpointSource):
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(path, manifest)
-        self._latent = LatentWeights(path, self.tensors, self.values)
+        rule = WeightScale.of(manifest.model)
+        self._latent = LatentWeights(path, self.tensors, self.values, rule)
 
     def values(self, name: str, index: Index | None = None) -> Tensor:
         return self._read(f"master/{name}", index)
@@ -120,18 +128,36 @@ class TernarySource(CheckpointSource):
         return scale
 
 
-def open_model(path: Path) -> CheckpointSource:
+def open_model(path: Path, to_train: bool = False) -> CheckpointSource:
     """The model in a checkpoint, or in the newest one of a run or of a folder of checkpoints.
+
+    Args:
+        to_train: its masters are to be trained on; then it need not be ternary yet.
 
     Raises:
         DamagedCheckpoint: its tensors are not those of its model.
-        UserError: there is no checkpoint, or one of another version.
+        UserError: there is no checkpoint, or one of another version, or one that was saved before
+            the end of a run's quantization ramp.
     """
     folder = find_checkpoint(path)
     manifest = Manifest.read(folder)
+    if not to_train:
+        _refuse_unfinished_ramp(folder, manifest)
     check_tensors(folder, manifest)
     source = TrainingSource if manifest.kind == "training" else TernarySource
     return source(folder, manifest)
+
+
+def _refuse_unfinished_ramp(folder: Path, manifest: Manifest) -> None:
+    """Its codes would be another model than what was trained: W + λ(γ·code − W)."""
+    share = manifest.run.get(QUANTIZATION_SHARE, 1.0)
+    if not isinstance(share, int | float):
+        raise DamagedCheckpoint(f"{folder / MANIFEST}: is damaged ({QUANTIZATION_SHARE}={share!r})")
+    if not share >= 1:
+        raise UserError(
+            f"{folder}: was saved at λ = {share:g} of its quantization ramp: it is not ternary "
+            "yet; train on, or use a later checkpoint"
+        )
 
 
 def find_checkpoint(path: Path) -> Path:

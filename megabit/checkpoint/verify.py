@@ -15,26 +15,37 @@ from megabit.checkpoint.manifest import (
     Manifest,
 )
 from megabit.checkpoint.reader import TensorReader
-from megabit.checkpoint.source import logical_tensors
+from megabit.checkpoint.source import LogicalTensor, logical_tensors
 from megabit.config import ModelConfig
 from megabit.errors import UserError
 from megabit.files import FileInfo, describe_file
 from megabit_kernels.packing import packed_width
 
-MASTER_KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""What a training checkpoint has of each logical tensor: ``kind/name``."""
+ADAM_KINDS = ("master", "exp_avg", "exp_avg_sq")
+MUON_KINDS = ("master", "momentum")
+MASTER_KINDS = (*ADAM_KINDS, "momentum")
+"""What a training checkpoint has of a logical tensor, ``kind/name``: by AdamW, by Muon, in all."""
 CODES, SCALE = "codes", "scale"
 """What a ternary checkpoint has of a ternary weight: ``name.codes`` and ``name.scale``."""
 
 
 def expected_tensors(
-    kind: Kind, model: ModelConfig, has_moments: bool = True
+    kind: Kind, model: ModelConfig, has_moments: bool = True, optimizer: str = "adamw"
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what a checkpoint of ``model`` holds."""
+    """Names and shapes of what a checkpoint of ``model`` holds.
+
+    Args:
+        has_moments: whether weights were ever updated.
+        optimizer: as of ``optim.name``.
+    """
     tensors = logical_tensors(model)
     if kind == "training":
-        kinds = MASTER_KINDS if has_moments else MASTER_KINDS[:1]
-        return {f"{k}/{name}": tensor.shape for name, tensor in tensors.items() for k in kinds}
+        count = None if has_moments else 1
+        return {
+            f"{k}/{name}": tensor.shape
+            for name, tensor in tensors.items()
+            for k in _kinds(name, tensor, optimizer)[:count]
+        }
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         if tensor.is_ternary:
@@ -44,6 +55,13 @@ def expected_tensors(
         else:
             shapes[name] = tensor.shape
     return shapes
+
+
+def optimizer_of(manifest: Manifest) -> str:
+    """``optim.name`` of the run that was saved."""
+    settings = manifest.run.get("config")
+    optim = settings.get("optim") if isinstance(settings, dict) else None
+    return str(optim.get("name", "adamw")) if isinstance(optim, dict) else "adamw"
 
 
 def check_names(folder: Path, manifest: Manifest) -> None:
@@ -91,7 +109,9 @@ def check_tensors(folder: Path, manifest: Manifest) -> None:
                 f"{folder}: has {len(reader.tensors)} tensors, too few for a model of "
                 f"{manifest.model.num_hidden_layers} layers"
             )
-        expected = expected_tensors(manifest.kind, manifest.model, manifest.updates > 0)
+        expected = expected_tensors(
+            manifest.kind, manifest.model, manifest.updates > 0, optimizer_of(manifest)
+        )
         problems = [
             *_wrong_names({*reader.tensors}, {*expected}),
             *_wrong_infos(reader, expected, manifest.kind),
@@ -112,6 +132,11 @@ def verify(folder: Path) -> Iterator[str]:
         yield name
         check_file(folder, name, expected)
     check_tensors(folder, manifest)
+
+
+def _kinds(name: str, tensor: LogicalTensor, optimizer: str) -> tuple[str, ...]:
+    is_muons = optimizer == "muon" and ".layers." in name and len(tensor.shape) == 2
+    return MUON_KINDS if is_muons else ADAM_KINDS
 
 
 def _wrong_names(found: set[str], expected: set[str]) -> Iterator[str]:

@@ -180,7 +180,7 @@ def _list(folder: "CheckpointFolder") -> "Table":
 def _show(path: Path, lists_tensors: bool, console: "Console") -> None:
     from megabit.checkpoint import Manifest
     from megabit.checkpoint.reader import TensorReader
-    from megabit.checkpoint.verify import expected_tensors
+    from megabit.checkpoint.verify import expected_tensors, optimizer_of
 
     manifest = Manifest.read(path)
     console.print(f"{path}", style="bold", soft_wrap=True)
@@ -192,7 +192,8 @@ def _show(path: Path, lists_tensors: bool, console: "Console") -> None:
     console.print(table)
     with TensorReader(path) as reader:
         # In the order of the forward pass; names that are none of the model's come last.
-        known = expected_tensors(manifest.kind, manifest.model)
+        optimizer = optimizer_of(manifest)
+        known = expected_tensors(manifest.kind, manifest.model, optimizer=optimizer)
         names = [
             *(n for n in known if n in reader.tensors),
             *(reader.tensors.keys() - known.keys()),

@@ -11,10 +11,12 @@ from megabit.cli import (
     bench,
     checkpoint,
     config,
+    evaluate,
     export_model,
     import_model,
     parity,
     prepare,
+    report,
     schedule,
     train,
 )
@@ -26,8 +28,8 @@ app = typer.Typer(
     help=(
         "Train BitNet b1.58 (ternary) language models with tensor, pipeline and data parallelism."
         "\n\n"
-        "All but schedule, ckpt, import, export, bench kernels and bench overlap take SETTINGS: "
-        "YAML files and key=value pairs, merged from left to right."
+        "All but schedule, report, ckpt, import, export, bench kernels and bench overlap take "
+        "SETTINGS: YAML files and key=value pairs, merged from left to right."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -35,10 +37,12 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate)
 app.command("prepare")(prepare.prepare)
 app.command("parity")(parity.parity)
 app.command("config")(config.show_config)
 app.command("schedule")(schedule.schedule)
+app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="ckpt")
 app.add_typer(import_model.app, name="import")
 app.add_typer(export_model.app, name="export")

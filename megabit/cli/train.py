@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabit.cli.arguments import Settings
+from megabit.cli.device import device_of
 from megabit.cli.launcher import Launch, run_under_torchrun
 from megabit.config import Config, load_config
 from megabit.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-
     from megabit.mesh import ParallelMesh
 
 
@@ -66,7 +65,7 @@ def train(
         torch.set_num_threads(1)  # bf16 products are cut over threads, which changes their sums
     if launch.local_rank:  # one rank of a host says it
         warnings.filterwarnings("ignore", message="megabit_kernels has no native CPU kernels")
-    device = _device(config, launch)
+    device = device_of(config, launch)
     timeout = timedelta(seconds=config.run.timeout_s)
     tp, pp = config.parallel.tp, config.parallel.pp
     with open_mesh(tp, pp, launch.rank, launch.world_size, device, timeout=timeout) as mesh:
@@ -98,22 +97,3 @@ def _prepare(config: Config, launch: Launch, mesh: "ParallelMesh") -> None:
     problem = first_problem(problem, mesh.world, mesh.device)
     if problem is not None:
         raise UserError(problem)
-
-
-def _device(config: Config, launch: Launch) -> "torch.device":
-    import torch
-
-    wanted = config.run.device
-    if config.parallel.exact == "full" and wanted == "auto" and torch.cuda.is_available():
-        raise UserError("run.device: parallel.exact=full holds on the CPU only; use cpu")
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError("run.device: cuda was asked for but torch sees no GPU; use cpu or auto")
-    if launch.local_world_size > torch.cuda.device_count():
-        raise UserError(
-            f"run.device: {launch.local_world_size} ranks on this host need as many GPUs, "
-            f"it has {torch.cuda.device_count()}; start fewer ranks or use cpu"
-        )
-    torch.cuda.set_device(launch.local_rank)
-    return torch.device("cuda", launch.local_rank)

@@ -7,9 +7,14 @@ Nothing here imports torch, so that ``megabit config`` and ``--help`` answer at 
 from megabit.config.compose import config_from_tree, leaves, load_config, model_to_yaml, to_yaml
 from megabit.config.schema import (
     SCHEDULE_CHUNKS,
+    AlertRule,
     CheckpointConfig,
     Config,
     DataConfig,
+    GuardAction,
+    GuardConfig,
+    GuardRule,
+    LossConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -17,14 +22,20 @@ from megabit.config.schema import (
     RunConfig,
     TelemetryConfig,
     TrainConfig,
+    shipped_alerts,
 )
 from megabit.config.validate import find_problems, tree_blocks
 
 __all__ = [
     "SCHEDULE_CHUNKS",
+    "AlertRule",
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "GuardAction",
+    "GuardConfig",
+    "GuardRule",
+    "LossConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
@@ -37,6 +48,7 @@ __all__ = [
     "leaves",
     "load_config",
     "model_to_yaml",
+    "shipped_alerts",
     "to_yaml",
     "tree_blocks",
 ]

@@ -4,6 +4,7 @@ Every leaf is set on its own, so that all unknown keys and wrong types are repor
 with the file (or argument) it came from.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,11 +165,40 @@ def _set(tree: DictConfig, setting: _Setting) -> str | None:
         value = setting.text.strip("'\"")  # as it was typed, though YAML may see a number in it
     if isinstance(value, str) and "${" in value:
         return f"{key}: ${{…}} is not supported; write the value itself"
+    if get_origin(kind) is list and dataclasses.is_dataclass(entry := get_args(kind)[0]):
+        return _set_entries(tree, key, entry, value)
     try:
         OmegaConf.update(tree, key, value, merge=False)
     except OmegaConfBaseException:
         return f"{key}: must be {_describe(kind)}, not {value!r}"
     return None
+
+
+def _set_entries(tree: DictConfig, key: str, entry: Any, value: Any) -> str | None:
+    """Set a list of small sections, such as rules; returns what is wrong with it, or None."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
+    if not isinstance(value, list):
+        return f"{key}: must be a list of mappings, not {value!r}"
+    made = []
+    for number, content in enumerate(value):
+        place = f"{key}[{number}]"
+        if not isinstance(content, Mapping):
+            return f"{place}: must be a mapping with keys {', '.join(fields_of(entry))}"
+        node = OmegaConf.structured(entry)
+        OmegaConf.set_readonly(node, False)
+        for name, setting in content.items():
+            problem = _set(node, _Setting(str(name), setting))
+            if problem is not None:
+                return f"{place}.{problem}"
+        made.append(node)
+    OmegaConf.update(tree, key, made, merge=False)
+    return None
+
+
+def fields_of(section: Any) -> list[str]:
+    """The keys of a section."""
+    return [field.name for field in dataclasses.fields(section)]
 
 
 def _describe(kind: Any) -> str:
@@ -177,7 +207,8 @@ def _describe(kind: Any) -> str:
         return "one of " + ", ".join(get_args(kind))
     alternatives = [arg for arg in get_args(kind) if arg is not type(None)]
     if get_origin(kind) is list:
-        return f"a list such as [{ {float: '0.1, 0.2', int: '1, 2'}[alternatives[0]] }]"
+        examples = {float: "0.1, 0.2", int: "1, 2", str: "one.txt, two.txt"}
+        return f"a list such as [{examples[alternatives[0]]}]"
     if alternatives:
         return " or ".join([*map(_describe, alternatives), "null"])
     return {int: "a whole number", float: "a number", str: "text"}[kind]

@@ -7,6 +7,7 @@ import os.path
 from collections.abc import Iterator
 
 from megabit.config.schema import SCHEDULE_CHUNKS, Config, DataConfig, ParallelConfig
+from megabit.config.validate_recipe import recipe_problems
 
 
 def find_problems(config: Config, world_size: int | None = None) -> list[str]:
@@ -22,7 +23,7 @@ def find_problems(config: Config, world_size: int | None = None) -> list[str]:
         *_model(config),
         *_parallel(config, world_size),
         *_train(config),
-        *_optim(config),
+        *recipe_problems(config),
         *_data(config),
         *_checkpoint(config),
         *_exact(config, world_size),
@@ -59,6 +60,7 @@ def _not_positive(config: Config) -> Iterator[str]:
         "model.rms_norm_eps": model.rms_norm_eps,
         "model.rope_theta": model.rope_theta,
         "model.initializer_range": model.initializer_range,
+        "model.scale_mult": model.scale_mult,
         "parallel.tp": parallel.tp,
         "parallel.pp": parallel.pp,
         "parallel.vpp": parallel.chunks,
@@ -70,6 +72,12 @@ def _not_positive(config: Config) -> Iterator[str]:
         "train.micro_batch_size": train.micro_batch_size,
         "train.log_interval": train.log_interval,
         "train.eval_samples": train.eval_samples,
+        "precision.loss_scale": config.precision.loss_scale,
+        "precision.loss_scale_interval": config.precision.loss_scale_interval,
+        "loss.distill_temperature": config.loss.distill_temperature,
+        "loss.select_ratio": config.loss.select_ratio,
+        "loss.mining_ratio": config.loss.mining_ratio,
+        "optim.muon_iterations": config.optim.muon_iterations,
         "run.timeout_s": config.run.timeout_s,
     }
     for key, value in counts.items():
@@ -84,6 +92,12 @@ def _not_positive(config: Config) -> Iterator[str]:
         "checkpoint.snapshot_interval": config.checkpoint.snapshot_interval,
         "optim.warmup_steps": config.optim.warmup_steps,
         "optim.clip_grad_norm": config.optim.clip_grad_norm,
+        "optim.clip_grad_value": config.optim.clip_grad_value,
+        "train.batch_ramp_increment": train.batch_ramp_increment,
+        "train.batch_ramp_tokens": train.batch_ramp_tokens,
+        "loss.z_loss": config.loss.z_loss,
+        "loss.distill_weight": config.loss.distill_weight,
+        "loss.triplet_margin": config.loss.triplet_margin,
         "run.sample_tokens": config.run.sample_tokens,
     }
     for key, value in non_negative.items():
@@ -212,11 +226,16 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
         return
     dp = world_size // model_ranks
     per_step = dp * train.micro_batch_size
-    if train.global_batch_size % per_step:
-        yield (
-            f"train.global_batch_size: {train.global_batch_size} is not a multiple of "
-            f"dp={dp} × train.micro_batch_size={train.micro_batch_size} = {per_step}"
-        )
+    for key, size in (
+        ("train.global_batch_size", train.global_batch_size),
+        ("train.batch_ramp_start", train.batch_ramp_start or 0),
+        ("train.batch_ramp_increment", train.batch_ramp_increment),
+    ):
+        if size % per_step:
+            yield (
+                f"{key}: {size} is not a multiple of "
+                f"dp={dp} × train.micro_batch_size={train.micro_batch_size} = {per_step}"
+            )
 
 
 def _train(config: Config) -> Iterator[str]:
@@ -240,10 +259,14 @@ def _train(config: Config) -> Iterator[str]:
     if os.path.normpath(data.dir) == os.path.normpath(config.run.dir):
         yield f"run.dir: {config.run.dir} is data.dir as well; give the run a folder of its own"
     precision = config.precision
-    if precision.ternary_backward != "compute" and config.model.linear == "dense":
-        yield "precision.ternary_backward: has no effect with model.linear=dense; use 'compute'"
-    if config.parallel.row_reduce != "int32" and config.model.linear == "dense":
-        yield "parallel.row_reduce: has no effect with model.linear=dense; use int32"
+    # Without integers, a product and its backward pass are those of a dense layer.
+    for key in ("linear=dense", "activations=full"):
+        if key not in (f"linear={config.model.linear}", f"activations={config.model.activations}"):
+            continue
+        if precision.ternary_backward != "compute":
+            yield f"precision.ternary_backward: has no effect with model.{key}; use 'compute'"
+        if config.parallel.row_reduce != "int32":
+            yield f"parallel.row_reduce: has no effect with model.{key}; use int32"
     if precision.compute == "float64":
         if precision.ternary_backward == "int8":
             yield "precision.ternary_backward: int8 rounds, precision.compute=float64 is for checks"
@@ -260,29 +283,6 @@ def _train(config: Config) -> Iterator[str]:
             "precision.ternary_backward: bfloat16 is a saving only where "
             f"precision.compute=float32, not {precision.compute}; use 'compute'"
         )
-
-
-def _optim(config: Config) -> Iterator[str]:
-    optim = config.optim
-    for key, values in (
-        ("optim.lr", optim.lr),
-        ("optim.weight_decay", optim.weight_decay),
-        ("optim.betas", optim.betas),
-    ):
-        if len(values) != 2:
-            yield f"{key}: must be a list of two numbers, not {values}"
-        elif min(values) < 0:
-            yield f"{key}: must not be negative, not {values}"
-    if len(optim.betas) == 2 and max(optim.betas) >= 1:
-        yield f"optim.betas: must be below 1, not {optim.betas}"
-    if optim.zero_stage not in (0, 1, 2):
-        yield f"optim.zero_stage: must be 0, 1 or 2, not {optim.zero_stage}"
-    if not 0 <= optim.switch <= 1:
-        yield f"optim.switch: must lie between 0 and 1, not {optim.switch}"
-    if optim.eps <= 0:
-        yield f"optim.eps: must be greater than 0, not {optim.eps}"
-    if len(optim.lr) == 2 and not 0 <= optim.min_lr <= min(optim.lr):
-        yield f"optim.min_lr: must lie between 0 and the smallest of optim.lr={optim.lr}"
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -305,6 +305,14 @@ def _exact(config: Config, world_size: int | None) -> Iterator[str]:
         return
     if model.linear == "dense":
         yield "parallel.exact: full is for ternary models; model.linear=dense adds floats over TP"
+    if model.activations == "full":
+        yield "parallel.exact: full is for integers; model.activations=full adds floats over TP"
+    if train.quantization_ramp:
+        yield "parallel.exact: full is for integers; train.quantization_ramp adds floats over TP"
+    if any(rule.action == "a16" for rule in config.guard.rules):
+        yield "guard.rules: a16 adds floats over TP, which parallel.exact=full cannot"
+    if config.precision.compute == "float16":
+        yield "precision.compute: parallel.exact=full is for float32 and bfloat16"
     if config.optim.zero_stage == 2:
         yield (
             "optim.zero_stage: 2 adds the gradients of ranks in each microbatch, which "

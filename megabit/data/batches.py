@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from megabit.data.sampler import HeldOutWindows, TrainingSampler
+from megabit.data.step_plan import SampleWindows, StepPlan
 
 
 @dataclass(frozen=True)
@@ -33,37 +34,43 @@ class Batch:
 class BatchSource:
     """The training batches of one data-parallel rank.
 
-    A step takes the next G samples, whatever the layout; rank d gets the d-th of ``dp_size`` equal
-    runs of them, in order.
+    A step takes the next G samples of the run's stream, whatever the layout; rank d gets the d-th
+    of ``dp_size`` equal runs of them, in order.
 
     Args:
-        global_batch_size: G, a multiple of ``micro_batch_size · dp_size``.
+        plan: G of each step, each a multiple of ``micro_batch_size · dp_size``.
         micro_batch_size: B.
+        left_out: samples that are not in the stream.
     """
 
     def __init__(
         self,
         sampler: TrainingSampler,
-        global_batch_size: int,
+        plan: StepPlan,
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
+        left_out: SampleWindows,
     ) -> None:
-        if global_batch_size % (micro_batch_size * dp_size) or not 0 <= dp_rank < dp_size:
-            raise ValueError(
-                f"rank {dp_rank} of {dp_size}: cannot deal {global_batch_size} samples "
-                f"in microbatches of {micro_batch_size}"
-            )
+        for size in plan.batch_sizes:
+            if size % (micro_batch_size * dp_size) or not 0 <= dp_rank < dp_size:
+                raise ValueError(
+                    f"rank {dp_rank} of {dp_size}: cannot deal {size} samples "
+                    f"in microbatches of {micro_batch_size}"
+                )
         self.sampler = sampler
+        self.plan = plan
         self.micro_batch_size = micro_batch_size
-        self.samples_per_rank = global_batch_size // dp_size
         self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.left_out = left_out
 
-    def batch(self, consumed: int) -> Batch:
-        """This rank's part of the step that begins after ``consumed`` samples (of all ranks)."""
-        first = consumed + self.dp_rank * self.samples_per_rank
-        samples = [self.sampler.sample(first + i) for i in range(self.samples_per_rank)]
-        tokens = np.stack(samples)
+    def batch(self, step: int) -> Batch:
+        """This rank's part of step ``step`` (0-based)."""
+        count = self.plan.batch_size(step) // self.dp_size
+        first = self.plan.samples_before(step) + self.dp_rank * count
+        numbers = [self.left_out.sample(first + i) for i in range(count)]
+        tokens = np.stack([self.sampler.sample(number) for number in numbers])
         return _stack(tokens, np.ones_like(tokens[:, 1:], dtype=np.bool_), self.micro_batch_size)
 
 
@@ -100,15 +107,13 @@ class Prefetcher:
     """Reads ahead in a thread, so that a step does not wait for the disk.
 
     Args:
-        start: samples consumed before the first batch.
-        global_batch_size: samples that each batch consumes, over all ranks.
+        first_step: of the first batch.
         depth: batches that are kept ready.
     """
 
-    def __init__(self, source: BatchSource, start: int, global_batch_size: int, depth: int) -> None:
+    def __init__(self, source: BatchSource, first_step: int, depth: int) -> None:
         self._source = source
-        self._consumed = start
-        self._global_batch_size = global_batch_size
+        self._step = first_step
         self._depth = depth
         self._ready: deque[Batch] = deque()
         self._error: BaseException | None = None
@@ -145,8 +150,8 @@ class Prefetcher:
     def _read_ahead(self) -> None:
         try:
             while True:
-                batch = self._source.batch(self._consumed)
-                self._consumed += self._global_batch_size
+                batch = self._source.batch(self._step)
+                self._step += 1
                 with self._changed:
                     self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
                     if self._closed:

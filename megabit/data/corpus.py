@@ -21,6 +21,8 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 TRAIN = "train"
 HELD_OUT = "held_out"
+VALIDATION = "validation"
+"""Folder of validation sets (``data.validation``), beside the files of the corpus."""
 DATA_FILES = (
     *(f"{name}.{kind}" for name in (TRAIN, HELD_OUT) for kind in ("bin", "idx")),
     TOKENIZER,

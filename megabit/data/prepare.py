@@ -5,7 +5,6 @@ memory. The result is built in a hidden folder beside ``data.dir`` and then rena
 ``data.dir`` always holds a whole corpus, also when several processes prepare it at once.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from megabit.data.corpus import CorpusInfo, SplitInfo, check_vocab, load_corpus
 from megabit.data.indexed import IndexedDatasetWriter, token_dtype
 from megabit.data.sources import Document, source_digest
 from megabit.data.split import corpus_documents, hash_key, held_out_mask
+from megabit.data.swap import swap
 from megabit.data.tokenizer import (
     END_OF_TEXT,
     encode_documents,
@@ -34,6 +34,7 @@ from megabit.data.tokenizer import (
     num_ids,
     train_tokenizer,
 )
+from megabit.data.validation import find_sources, foreign_files, prepare_validation
 from megabit.errors import UserError
 from megabit.files import describe_file
 
@@ -43,7 +44,8 @@ __all__ = ["CorpusInfo", "SplitInfo", "check_vocab", "load_corpus", "prepare_cor
 def prepare_corpus(
     data: DataConfig, vocab_size: int, seed: int, report: Callable[[str], None]
 ) -> CorpusInfo:
-    """Make sure that ``data.dir`` holds the corpus that the settings describe.
+    """Make sure that ``data.dir`` holds the corpus that the settings describe, and its validation
+    sets.
 
     A corpus made from the same text and settings is kept; another one is replaced as a whole.
     Without ``data.text`` whatever corpus is there is used.
@@ -54,12 +56,21 @@ def prepare_corpus(
         report: gets one line per stage.
 
     Raises:
-        UserError: the text cannot be read, or ``data.dir`` holds something else than a corpus.
+        UserError: a text cannot be read, or ``data.dir`` holds something else than a corpus.
     """
-    folder = Path(data.dir)
+    validation = find_sources(data.validation)  # what cannot be read is told before all else
     if data.text is None:
-        return _existing(folder, vocab_size)
-    source = Path(data.text)
+        corpus = _existing(Path(data.dir), vocab_size)
+    else:
+        corpus = _prepare(data, Path(data.text), vocab_size, seed, report)
+    prepare_validation(corpus, validation, data.text_field, report)
+    return corpus
+
+
+def _prepare(
+    data: DataConfig, source: Path, vocab_size: int, seed: int, report: Callable[[str], None]
+) -> CorpusInfo:
+    folder = Path(data.dir)
     _refuse_user_files(folder)
     tokenizer = None
     if data.tokenizer is not None:
@@ -86,7 +97,13 @@ def prepare_corpus(
         draft.mkdir(parents=True)
         corpus = _build(source, data, tokenizer, vocab_size, seed, fingerprint, draft, report)
         files.write_manifest(corpus, {"source": str(source), **made_from})
-        _swap(draft, real, fingerprint)
+        # Two processes may be here at once; whoever finds the other's equal corpus keeps that.
+        swap(
+            draft,
+            real,
+            is_wanted=lambda: _intact(real, fingerprint) is not None,
+            refuse=lambda: _refuse_user_files(real),  # they may have come since this began
+        )
     except OSError as error:
         raise UserError(f"data.dir: cannot write {folder} ({error.strerror})") from error
     finally:
@@ -156,7 +173,8 @@ def _foreign_files(folder: Path) -> set[str]:
             identity = folder.stat().st_ino
             names = {entry.name for entry in folder.iterdir()}
             if files.read_manifest(folder) is not None:
-                names -= {*files.DATA_FILES, files.MANIFEST}
+                names -= {*files.DATA_FILES, files.MANIFEST, files.VALIDATION}
+                names |= foreign_files(folder)
             if folder.stat().st_ino == identity:
                 return names
         except FileNotFoundError:
@@ -174,34 +192,6 @@ def _intact(folder: Path, fingerprint: str) -> CorpusInfo | None:
     except UserError:
         return None
     return corpus
-
-
-def _swap(draft: Path, folder: Path, fingerprint: str) -> None:
-    """Rename ``draft`` to ``folder``, moving another corpus out of the way.
-
-    Two processes may be here at once; whoever finds the other's equal corpus in place keeps that.
-    """
-    retired: list[Path] = []
-    try:
-        while True:
-            try:
-                os.rename(draft, folder)  # works if the folder is absent or empty
-                return
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            if _intact(folder, fingerprint) is not None:
-                return
-            _refuse_user_files(folder)  # they may have come since the preparation began
-            old = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-            try:
-                os.rename(folder, old)
-            except FileNotFoundError:  # another process has just moved it
-                continue
-            retired.append(old)
-    finally:
-        for old in retired:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 @dataclass(frozen=True)

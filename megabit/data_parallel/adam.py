@@ -18,9 +18,11 @@ def build_adam(
     AdamW. Both decouple the decay and correct the bias, and keep ``exp_avg`` and ``exp_avg_sq``.
     """
     groups = [{"params": [*matrices], "decays": True}, {"params": [*gains], "decays": False}]
-    groups = [group for group in groups if group["params"]]
+    # A rank of which all is Muon's has an AdamW with nothing to do.
+    groups = [group for group in groups if group["params"]] or groups[:1]
     betas = (optim.betas[0], optim.betas[1])
-    apex_adam = fused_adam() if groups[0]["params"][0].is_cuda else None  # type: ignore[index]
+    is_on_gpu = any(weights.is_cuda for weights in (*matrices, *gains))
+    apex_adam = fused_adam() if is_on_gpu else None
     if apex_adam is not None:
         return apex_adam(groups, betas=betas, eps=optim.eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, betas=betas, eps=optim.eps, fused=True)

@@ -54,7 +54,6 @@ class GradientBuckets:
     Args:
         reduces_each_microbatch: zero_stage 2.
         gathers_sums: zero_stage 0.
-        blocks_per_step: of this rank's microbatches; more than 1 in layout-exact training only.
     """
 
     buckets: list[Bucket]
@@ -63,10 +62,16 @@ class GradientBuckets:
     wire_dtype: torch.dtype
     reduces_each_microbatch: bool = False
     gathers_sums: bool = False
-    blocks_per_step: int = 1
     height: int = 0
     """Bytes of all sums at the end of the last backward pass, when there are most of them."""
+    measures_local: bool = False
+    """Whether ``local_square`` is wanted of the next step."""
+    local_square: float = 0.0
+    """Σg² of this rank's own gradients in the last step, before they were added up over DP;
+    replicas over TP included, and with ``zero_stage`` 2 of each microbatch by itself."""
     _microbatches: int = 0
+    _blocks: int = 1
+    _squares: list[Tensor] = field(default_factory=list)
     _in_flight: deque[Bucket] = field(default_factory=deque)
 
     def collect(self) -> None:
@@ -75,9 +80,15 @@ class GradientBuckets:
             for slot in bucket.layout.slots:
                 slot.parameter.collect(partial(self._add, bucket, slot))
 
-    def begin_step(self, microbatches: int) -> None:
-        """Before the first backward pass of a step with so many of them on this rank."""
-        self._microbatches = microbatches
+    def begin_step(self, microbatches: int, blocks: int = 1) -> None:
+        """Before the first backward pass of a step.
+
+        Args:
+            microbatches: of this rank.
+            blocks: that they are cut into; more than 1 in layout-exact training only.
+        """
+        self._microbatches, self._blocks = microbatches, blocks
+        self._squares.clear()
         for bucket in self.buckets:
             bucket.gradients, bucket.total, bucket.travelling = 0, None, None
             bucket.blocks.clear()
@@ -96,6 +107,7 @@ class GradientBuckets:
                 )
             self._receive(bucket)
         self._in_flight.clear()
+        self.local_square = float(sum(self._squares)) if self._squares else 0.0
         if self.gathers_sums and self.mesh.dp.size > 1:
             gathers = [
                 start_all_gather(bucket.total, self.mesh.dp, "weight gradients")
@@ -119,7 +131,7 @@ class GradientBuckets:
             return
         if microbatches == self._microbatches or self._is_reduced_now(bucket):
             self._send(bucket)
-        elif microbatches % (self._microbatches // self.blocks_per_step) == 0:
+        elif microbatches % (self._microbatches // self._blocks) == 0:
             self._end_block(bucket)
 
     def _is_reduced_now(self, bucket: Bucket) -> bool:
@@ -136,13 +148,15 @@ class GradientBuckets:
         bucket.sums = None
 
     def _send(self, bucket: Bucket) -> None:
-        if self.blocks_per_step > 1:
+        if self._blocks > 1:
             self._end_block(bucket)
             ((_, bucket.sums),) = bucket.blocks  # a power of two of blocks is one tree
             bucket.blocks.clear()
         assert bucket.sums is not None
         if bucket.layout.kind == "partial gain":
             all_reduce(bucket.sums, self.mesh.tp, purpose="weight gradients")
+        if self.measures_local:
+            self._squares.append(bucket.sums.square().sum(dtype=torch.float64))
         if self.mesh.dp.size == 1:
             bucket.total = bucket.sums
             return

@@ -21,8 +21,8 @@ class Piece:
     rows: range
     """Of the local tensor."""
     tensors: Mapping[str, Tensor]
-    """``master``; after the first update ``exp_avg`` and ``exp_avg_sq``; from backward to update
-    ``gradient``: views in the shape of the local tensor's rows."""
+    """``master``; after the first update ``exp_avg`` and ``exp_avg_sq``, or Muon's ``momentum``;
+    from backward to update ``gradient``: views in the shape of the local tensor's rows."""
 
     @property
     def index(self) -> tuple[slice, ...]:
@@ -64,6 +64,11 @@ class Master:
                 for rows, view in master.held(slot, weights):
                     view.copy_(local[rows.start : rows.stop])
         return master
+
+    @property
+    def name(self) -> str:
+        """Of its first tensor, which no other master has."""
+        return self.bucket.layout.slots[0].name
 
     @property
     def parts(self) -> range:

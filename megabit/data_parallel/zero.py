@@ -5,15 +5,15 @@ moments are here only, and from ``zero_stage`` 1 on each DP rank has its part of
 One step is
 
     gradients' sums over DP (``buckets``) → tied copies → max|g| and Σg² over the world: clip, or
-    all ranks skip → AdamW on the part → Σ|W| of all tensors, one integer all-reduce → γ, codes
-    of the part → codes and dense replicas to all DP ranks (``publish``)
+    all ranks skip → AdamW, or Muon, on the part → Σ|W| of all tensors, one integer all-reduce → γ,
+    codes of the part → codes and dense replicas to all DP ranks (``publish``)
 
 Sums that decide for all, Σg² and Σ|W|, are integers (``megabit_kernels.numerics``): no order of
 ranks changes them.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,17 @@ from megabit.data_parallel.adam import build_adam, set_hyperparameters
 from megabit.data_parallel.buckets import Bucket, GradientBuckets, tied_totals
 from megabit.data_parallel.layout import Kind, lay_out
 from megabit.data_parallel.masters import Master, Piece
+from megabit.data_parallel.muon import Muon, is_muons
+from megabit.data_parallel.probe import WeightCounts, count_changes, own_codes
 from megabit.data_parallel.publish import Publisher
 from megabit.mesh import ParallelMesh
 from megabit.reduce import all_reduce
-from megabit.tensor_parallel import ShardedParameter, TernaryLayer, sharded_parameters
+from megabit.tensor_parallel import (
+    ShardedParameter,
+    TernaryLayer,
+    WeightScale,
+    sharded_parameters,
+)
 from megabit_kernels import numerics, square_sum
 
 
@@ -44,6 +51,8 @@ class ZeroOptimizer:
     """The embedding, and its second use as a head if that is on this rank with a gradient of its
     own."""
     is_sharded: bool
+    muon: Muon | None = None
+    """Updates what AdamW does not; None where AdamW updates everything."""
     updates: int = 0
     """How often weights were updated; steps that were skipped do not count."""
 
@@ -53,8 +62,8 @@ class ZeroOptimizer:
         mesh: ParallelMesh,
         config: Config,
         tied: tuple[ShardedParameter, ShardedParameter | None] | None = None,
-        blocks_per_step: int = 1,
         chunk_of: Callable[[str], int] = lambda name: 0,
+        share: float = 1.0,
     ) -> "ZeroOptimizer":
         """Take over the values and gradients of ``stages``' parameters; collective over the mesh.
 
@@ -62,8 +71,8 @@ class ZeroOptimizer:
 
         Args:
             tied: the tied embedding, where this rank has it.
-            blocks_per_step: see ``GradientBuckets``.
             chunk_of: which of the rank's stages a parameter belongs to, by its name.
+            share: λ of the first forward pass; below 1 the layers hold W̃ (``publish``).
         """
         layers = {
             f"{name}.weight": module
@@ -86,9 +95,15 @@ class ZeroOptimizer:
             tied[1].data = tied[0].data
             parameters.append(("second use", tied[1], "second use"))
         is_sharded = config.optim.zero_stage > 0 and mesh.dp.size > 1
+        with_muon = config.optim.name == "muon"
+        muons = {name for name, _, kind in parameters if with_muon and is_muons(name, kind)}
+
+        def group_of(name: str) -> int:  # a bucket has one optimizer
+            return 2 * chunk_of(name) + (name in muons)
+
         buckets = [
             Bucket(layout)
-            for layout in lay_out(parameters, mesh.dp.size, config.parallel.bucket_mb, chunk_of)
+            for layout in lay_out(parameters, mesh.dp.size, config.parallel.bucket_mb, group_of)
         ]
         gradients = GradientBuckets(
             buckets,
@@ -97,20 +112,21 @@ class ZeroOptimizer:
             wire_dtype=torch.bfloat16 if config.precision.gradients == "bfloat16" else dtype,
             reduces_each_microbatch=config.optim.zero_stage == 2 and mesh.dp.size > 1,
             gathers_sums=not is_sharded,
-            blocks_per_step=blocks_per_step,
         )
         masters = [Master.of(bucket, values, mesh, is_sharded) for bucket in buckets]
+        names = [name for name, _, _ in parameters]
         optimizer = ZeroOptimizer(
             mesh,
             gradients,
             masters,
-            _adam(masters, config.optim),
-            Publisher(mesh, layers, compute_dtype, is_sharded),
+            _adam([master for master in masters if master.name not in muons], config.optim),
+            Publisher(mesh, layers, compute_dtype, is_sharded, WeightScale.of(config.model)),
             tied,
             is_sharded,
+            _muon(masters, muons, names, mesh, config.optim, is_sharded),
         )
         gradients.collect()
-        optimizer.publisher.publish(masters)
+        optimizer.publisher.publish(masters, share)
         return optimizer
 
     def finish_gradients(self) -> None:
@@ -155,19 +171,45 @@ class ZeroOptimizer:
         return numerics.norm_from_fixed_point(all_reduce(total, mesh.world), agreed, num_elements)
 
     @torch.no_grad()
-    def step(self, scale: float, lr: float, weight_decay: float) -> None:
-        """Update the masters with ``scale`` · gradients, and publish; collective over the stage."""
-        self.publisher.settle()  # what still travels may be the masters' own memory
+    def clip_values(self, limit: float) -> None:
+        """Cut every element of the complete gradient down to the magnitude ``limit``, instead of
+        scaling all of it by its norm. Sends nothing: each element is cut where it is.
+
+        An infinite element would be cut down as well: ``gradient_norm`` must have found none. The
+        limit is in units of what ``finish_gradients`` has summed up, with the scale of the loss.
+        """
+        for master in self.masters:
+            assert master.bucket.total is not None
+            master.bucket.total.clamp_(-limit, limit)
+
+    @torch.no_grad()
+    def step(
+        self, scale: float, lr: float, weight_decay: float, share: float = 1.0, watch: bool = False
+    ) -> dict[str, WeightCounts] | None:
+        """Update the masters with ``scale`` · gradients, and publish; collective over the stage.
+
+        Args:
+            share: λ of the next forward pass.
+            watch: count what the update does to the codes of this rank's part, by name of weight.
+        """
+        publisher, dp_rank = self.publisher, self.mesh.dp.rank
+        before = own_codes(self.masters, publisher.scales, dp_rank) if watch else None
+        publisher.settle()  # what still travels may be the masters' own memory
         for master in self.masters:
             total = master.bucket.total
             assert total is not None
             master.weights.grad = total if scale == 1 else total.mul_(scale)
         set_hyperparameters(self.adam, lr, weight_decay)
         self.adam.step()
+        if self.muon is not None:
+            self.muon.step(lr, weight_decay)
         self.updates += 1
         for master in self.masters:
             master.weights.grad = master.bucket.total = None
-        self.publisher.publish(self.masters)
+        publisher.publish(self.masters, share)
+        if before is None:
+            return None
+        return count_changes(self.masters, publisher.scales, dp_rank, before)
 
     def pieces(self, owned: bool = False) -> Iterator[Piece]:
         """What this rank updates, by tensor and part; the same on every DP rank if nothing is
@@ -179,9 +221,7 @@ class ZeroOptimizer:
         """
         own = range(self.mesh.dp.rank, self.mesh.dp.rank + 1) if owned else None
         for master in self.masters:
-            state = self.adam.state.get(master.weights, {})
-            kept = {"master": master.weights.detach()}
-            kept |= {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+            kept = {"master": master.weights.detach(), **self._moments(master)}
             if master.bucket.total is not None:
                 kept["gradient"] = master.bucket.total
             for slot in master.bucket.layout.slots:
@@ -197,36 +237,46 @@ class ZeroOptimizer:
         """Make room for the moments after so many updates; ``pieces`` then has views of them to
         fill, and of the masters. To be ended by ``publish``."""
         self.updates = updates
+        self.adam.state.clear()
         for group in self.adam.param_groups:
             if "step" in group:  # apex counts by group
                 group["step"] = updates
-        for master in self.masters if updates else []:
-            weights = master.weights.detach()
-            self.adam.state[master.weights] = {
+        if not updates:
+            return
+        if self.muon is not None:
+            self.muon.restore()
+        for weights in (w for group in self.adam.param_groups for w in group["params"]):
+            self.adam.state[weights] = {
                 "step": torch.tensor(float(updates), device=weights.device),
-                "exp_avg": torch.zeros_like(weights),
-                "exp_avg_sq": torch.zeros_like(weights),
+                "exp_avg": torch.zeros_like(weights.detach()),
+                "exp_avg_sq": torch.zeros_like(weights.detach()),
             }
 
-    def publish(self) -> None:
-        """Publish masters that were written to; collective over the stage."""
-        self.publisher.publish(self.masters)
+    def publish(self, share: float = 1.0) -> None:
+        """Publish masters that were written to; collective over the stage.
+
+        Args:
+            share: λ of the next forward pass.
+        """
+        self.publisher.publish(self.masters, share)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes on this rank by what they are: what stays from step to step, and of gradients their
         sums at the end of backward."""
-        moments = [
-            value
-            for state in self.adam.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dim()
-        ]
+        moments = [x for master in self.masters for x in self._moments(master).values()]
         return {
             "gradients": self.gradients.height,
             "masters": sum(master.weights.nbytes for master in self.masters),
             "moments": sum(x.nbytes for x in moments),
             **self.publisher.nbytes(self.masters),
         }
+
+    def _moments(self, master: Master) -> dict[str, Tensor]:
+        """What the master's optimizer keeps beside it, from its first update on."""
+        if self.muon is not None and master.weights in self.muon.momentum:
+            return {"momentum": self.muon.momentum[master.weights]}
+        state = self.adam.state.get(master.weights, {})
+        return {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
 
 
 def _kind(is_ternary: bool, parameter: ShardedParameter) -> Kind:
@@ -243,6 +293,18 @@ def _adam(masters: list[Master], optim: OptimConfig) -> torch.optim.Optimizer:
     return build_adam(
         [m.weights for m, d in weights if d], [m.weights for m, d in weights if not d], optim
     )
+
+
+def _muon(
+    masters: list[Master],
+    muons: Collection[str],
+    names: Sequence[str],
+    mesh: ParallelMesh,
+    optim: OptimConfig,
+    is_sharded: bool,
+) -> Muon | None:
+    own = [master for master in masters if master.name in muons]
+    return Muon.create(own, names, mesh, optim, is_sharded) if own else None
 
 
 def _gradients(master: Master, owned: bool) -> Iterator[Tensor]:

@@ -32,6 +32,7 @@ from megabit.checkpoint.source import ModelSource, logical_tensors
 from megabit.config import ModelConfig
 from megabit.errors import UserError
 from megabit.files import replacing, sync
+from megabit.interop.expressible import check_expressible
 from megabit.interop.gguf_file import GgufTensor, write_gguf
 from megabit.interop.gguf_tokenizer import read_tokenizer
 from megabit_kernels.formats import gguf as formats
@@ -135,6 +136,7 @@ def _check(source: ModelSource, out: Path, tensor_type: GgufTensorType) -> None:
             f"{source.path}: model.linear is {model.linear}; {tensor_type} holds ternary weights, "
             "so model.linear must be ternary"
         )
+    check_expressible(source, "GGUF")  # γ is carried, however it was made
     if not model.tie_word_embeddings:
         raise UserError(
             f"{source.path}: model.tie_word_embeddings is false; llama.cpp and bitnet.cpp compute "

@@ -27,12 +27,15 @@ def open_verified(path: Path, report: Report = no_report) -> ModelSource:
     return source
 
 
-def open_source(path: Path) -> ModelSource:
+def open_source(path: Path, to_train: bool = False) -> ModelSource:
     """The model in a checkpoint or a run of megabit's, or in a folder of Hugging Face's.
+
+    Args:
+        to_train: its masters are to be trained on; then it need not be ternary yet.
 
     Raises:
         UserError: there is none, or it cannot be read.
     """
     if (path / "config.json").is_file():
         return HuggingFaceSource(path)
-    return open_model(path)
+    return open_model(path, to_train)

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries and a SubLN before the output projection.
+"""Causal self-attention with grouped queries.
 
 Heads are split over TP (``kv_heads``).
 """
@@ -9,15 +9,15 @@ from torch.nn import functional as F
 
 from megabit.config import ModelConfig
 from megabit.model.kv_heads import HeadSplit, KVHeads, kv_rows
-from megabit.model.linear import linear_types
-from megabit.model.norm import Normalized, RMSNorm
+from megabit.model.linear import RowInput, column_linear, project, row_linear, sub_norm
+from megabit.model.norm import Normalized
 from megabit.model.recompute import recomputed
 from megabit.model.rope import rotate
 from megabit.tensor_parallel import PLAIN, BlockPartition, ForwardPass, LayerContext
 
 
 class Attention(nn.Module):
-    """``Normalized [t, H]`` → ``[t, H]``; SubLN and o_proj communicate over TP."""
+    """``Normalized [t, H]`` → ``[t, H]``; what follows attention communicates over TP."""
 
     def __init__(self, model: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -26,12 +26,12 @@ class Attention(nn.Module):
         split = HeadSplit(model.num_attention_heads, model.num_key_value_heads, tp.rank, tp.size)
         heads = BlockPartition(model.hidden_size, model.num_attention_heads)
         own_heads, own_kv = heads.span(tp.rank, tp.size), kv_rows(split, model.head_dim)
-        column, row = linear_types(model)
-        self.q_proj = column(model.hidden_size, own_heads, context)
-        self.k_proj = column(model.hidden_size, own_kv, context)
-        self.v_proj = column(model.hidden_size, own_kv, context)
-        self.attn_sub_norm = RMSNorm(own_heads, model.rms_norm_eps, context)
-        self.o_proj = row(own_heads, model.hidden_size, context)
+        self.q_proj = column_linear(model, own_heads, context)
+        self.k_proj = column_linear(model, own_kv, context)
+        self.v_proj = column_linear(model, own_kv, context)
+        self.attn_sub_norm = sub_norm(model, own_heads, context)
+        self.before_o = RowInput(model, heads, self.attn_sub_norm)
+        self.o_proj = row_linear(model, own_heads, "o", context)
         self.kv_heads = KVHeads(split, context)
 
     def forward(
@@ -43,12 +43,11 @@ class Attention(nn.Module):
         selective: bool = False,
     ) -> Tensor:
         """``selective``: keep q, k and v only, and compute what follows again backward."""
-        layers = [self.q_proj, self.k_proj, self.v_proj]
-        q, k, v = self.q_proj.forward_together(layers, *x, forward_pass)
+        q, k, v = project([self.q_proj, self.k_proj, self.v_proj], x, forward_pass)
 
         def finish(q: Tensor, k: Tensor, v: Tensor, forward_pass: ForwardPass) -> Tensor:
             y = self._attend(q, k, v, rope, batch)
-            return self.o_proj(*self.attn_sub_norm(y, forward_pass), forward_pass)
+            return self.o_proj(*self.before_o(y, forward_pass), forward_pass)
 
         if selective:
             return recomputed(finish, (q, k, v), forward_pass)

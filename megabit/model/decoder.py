@@ -1,7 +1,8 @@
 """The decoder, as the part of it that one pipeline rank holds: a stage, or several.
 
-Pre-norm blocks with SubLN as in BitNet-2B4T (arXiv 2504.12285). Parameter names are those of
-Hugging Face's ``BitNetForCausalLM``, with the layer numbers of the whole model, whatever the stage.
+Pre-norm blocks, by default with SubLN as in BitNet-2B4T (arXiv 2504.12285); ``linear`` has the
+other placements of norms. Parameter names are those of Hugging Face's ``BitNetForCausalLM``, with
+the layer numbers of the whole model, whatever the stage.
 Tokens of a microbatch are flattened: ``T = B · S`` rows, of which a rank holds ``t`` between the
 layers.
 """
@@ -18,8 +19,9 @@ from megabit.mesh import ParallelMesh
 from megabit.model.attention import Attention
 from megabit.model.dropout import Dropout
 from megabit.model.initialize import initialize
+from megabit.model.linear import has_gains
 from megabit.model.mlp import MLP
-from megabit.model.norm import RMSNorm
+from megabit.model.norm import hidden_norm
 from megabit.model.recompute import recomputed
 from megabit.model.rope import RotaryEmbedding
 from megabit.pipeline.layout import StageLayout
@@ -39,8 +41,8 @@ from megabit.tensor_parallel import (
     ternary_layers,
     vocab_parallel_cross_entropy,
     vocab_parallel_logits,
-    whole,
 )
+from megabit.tensor_parallel.weight_scale import WeightScale
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,10 @@ class DecoderLayer(nn.Module):
         self, model: ModelConfig, index: int, training: LayerTraining, context: LayerContext
     ) -> None:
         super().__init__()
-        hidden = _replicated(model.hidden_size, context)
         self.recompute = training.recompute_of(index)
-        self.input_layernorm = RMSNorm(hidden, model.rms_norm_eps, context)
+        self.input_layernorm = hidden_norm(model, context, has_gains(model))
         self.self_attn = Attention(model, context)
-        self.post_attention_layernorm = RMSNorm(hidden, model.rms_norm_eps, context)
+        self.post_attention_layernorm = hidden_norm(model, context, has_gains(model))
         self.mlp = MLP(model, context)
         self.dropouts = [
             Dropout(training.hidden_dropout, f"layers.{index}.{part}", context)
@@ -123,10 +124,11 @@ class DecoderStages(nn.Module):
         max_length: int,
         training: LayerTraining,
         context: LayerContext,
+        has_tied_head: bool,
     ) -> None:
         super().__init__()
         has_embedding, has_head = (any(x.embedding for x in layouts), any(x.head for x in layouts))
-        tied_copy = has_head and model.tie_word_embeddings and not has_embedding
+        tied_copy = has_tied_head and not has_embedding
         if has_embedding or tied_copy:
             if tied_copy:  # counted once, by the rank that has the first stage
                 rows = rows.owning(rows.start, rows.start)
@@ -140,8 +142,7 @@ class DecoderStages(nn.Module):
             }
         )
         if has_head:
-            hidden = _replicated(model.hidden_size, context)
-            self.norm = RMSNorm(hidden, model.rms_norm_eps, context)
+            self.norm = hidden_norm(model, context)
         self.rope = RotaryEmbedding(model.head_dim, max_length, model.rope_theta, context.device)
 
 
@@ -153,6 +154,8 @@ class CausalLMStages(nn.Module):
 
     Args:
         layouts: of the rank's stages, by chunk.
+        has_logits: with false, there is no output head behind the last norm, neither one of its own
+            nor a second use of the embedding: for an objective of hidden states.
     """
 
     def __init__(
@@ -162,6 +165,7 @@ class CausalLMStages(nn.Module):
         max_length: int,
         context: LayerContext,
         training: LayerTraining | None = None,
+        has_logits: bool = True,
     ) -> None:
         super().__init__()
         training = training or LayerTraining()
@@ -170,11 +174,14 @@ class CausalLMStages(nn.Module):
         tp = context.tp
         partition = BlockPartition(model.vocab_size, model.num_attention_heads)
         self.vocab_rows = partition.span(tp.rank, tp.size)
-        self.model = DecoderStages(model, layouts, self.vocab_rows, max_length, training, context)
-        self.has_head = any(layout.head for layout in layouts)
-        if self.has_head and not model.tie_word_embeddings:
+        self.has_head = has_logits and any(layout.head for layout in layouts)
+        self.is_tied = has_logits and model.tie_word_embeddings
+        has_tied_head = self.has_head and self.is_tied
+        self.model = DecoderStages(
+            model, layouts, self.vocab_rows, max_length, training, context, has_tied_head
+        )
+        if self.has_head and not self.is_tied:
             self.lm_head = ColumnParallelLinear(model.hidden_size, self.vocab_rows, context)
-        self.is_tied = model.tie_word_embeddings
         self.hidden_size = model.hidden_size
         for name, module in self.named_modules():
             if isinstance(module, TernaryLayer):
@@ -283,7 +290,7 @@ class CausalLMStages(nn.Module):
         losses = vocab_parallel_cross_entropy(
             self.logits(hidden, forward_pass), targets.flatten(), self.vocab_rows, self.context.tp
         )
-        return (losses * mask.flatten()).sum()
+        return (losses.objective * mask.flatten()).sum()
 
 
 def build_stages(
@@ -302,6 +309,7 @@ def build_stages(
         config.data.seq_length,
         context,
         LayerTraining.of(config),
+        has_logits=config.loss.objective == "language_model",
     )
     initialize(stages, config.train.seed, config.model.initializer_range)
     return stages
@@ -311,7 +319,13 @@ def num_parameters(model: ModelConfig) -> int:
     """Parameters of the logical model."""
     hidden, ffn = model.hidden_size, model.intermediate_size
     kv = model.num_key_value_heads * model.head_dim
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn + 3 * hidden + ffn
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn
+    layer += {
+        "subln": 3 * hidden + ffn,  # two norms between layers, two before o and down
+        "prenorm": 2 * hidden,
+        "in_linear": 0,
+        "per_proj": 3 * hidden + ffn + 5 * hidden,  # and those of q, k, v, gate and up
+    }[model.norm_placement]
     embeddings = (1 if model.tie_word_embeddings else 2) * model.vocab_size * hidden
     return model.num_hidden_layers * layer + embeddings + hidden
 
@@ -329,8 +343,5 @@ def layer_context(config: Config, mesh: ParallelMesh) -> LayerContext:
         sequence_parallel=config.parallel.sequence_parallel,
         row_reduce=config.parallel.row_reduce,
         tree_blocks=tree_blocks(config.model.num_attention_heads) if is_exact else None,
+        weight_scale=WeightScale.of(config.model),
     )
-
-
-def _replicated(size: int, context: LayerContext) -> Span:
-    return whole(size, owned=context.tp.rank == 0)

@@ -1,4 +1,4 @@
-"""Gated feed-forward layer, SwiGLU or ReLU² GLU, with a SubLN before the down projection."""
+"""Gated feed-forward layer, SwiGLU or ReLU² GLU."""
 
 from typing import Any
 
@@ -6,40 +6,40 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megabit.config import ModelConfig
-from megabit.model.linear import linear_types
-from megabit.model.norm import Normalized, RMSNorm
+from megabit.model.linear import RowInput, column_linear, project, row_linear, sub_norm
+from megabit.model.norm import Normalized
 from megabit.model.recompute import recomputed
 from megabit.tensor_parallel import PLAIN, BlockPartition, ForwardPass, LayerContext
 from megabit_kernels import numerics
 
 
 class MLP(nn.Module):
-    """``down(norm(act(gate(x)) · up(x)))``: ``Normalized [t, H]`` → ``[t, H]``."""
+    """``down(act(gate(x)) · up(x))``, as a rule with a norm inside (``linear.RowInput``):
+    ``Normalized [t, H]`` → ``[t, H]``."""
 
     def __init__(self, model: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.hidden_act = model.hidden_act
         partition = BlockPartition(model.intermediate_size, model.num_attention_heads)
         columns = partition.span(context.tp.rank, context.tp.size)
-        column, row = linear_types(model)
-        self.gate_proj = column(model.hidden_size, columns, context)
-        self.up_proj = column(model.hidden_size, columns, context)
-        self.ffn_sub_norm = RMSNorm(columns, model.rms_norm_eps, context)
-        self.down_proj = row(columns, model.hidden_size, context)
+        self.gate_proj = column_linear(model, columns, context)
+        self.up_proj = column_linear(model, columns, context)
+        self.ffn_sub_norm = sub_norm(model, columns, context)
+        self.before_down = RowInput(model, partition, self.ffn_sub_norm)
+        self.down_proj = row_linear(model, columns, "down", context)
 
     def forward(
         self, x: Normalized, forward_pass: ForwardPass = PLAIN, selective: bool = False
     ) -> Tensor:
         """``selective``: keep gate and up only, and compute what follows again backward."""
-        layers = [self.gate_proj, self.up_proj]
-        gate, up = self.gate_proj.forward_together(layers, *x, forward_pass)
+        gate, up = project([self.gate_proj, self.up_proj], x, forward_pass)
         if selective:
             return recomputed(self._finish, (gate, up), forward_pass)
         return self._finish(gate, up, forward_pass)
 
     def _finish(self, gate: Tensor, up: Tensor, forward_pass: ForwardPass) -> Tensor:
         glu = _Relu2Glu if self.hidden_act == "relu2" else _SwiGlu
-        y = self.ffn_sub_norm(glu.apply(gate, up), forward_pass)
+        y = self.before_down(glu.apply(gate, up), forward_pass)
         return self.down_proj(*y, forward_pass)
 
 

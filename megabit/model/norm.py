@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megabit.apex import fused_rms_norm
+from megabit.config import ModelConfig
 from megabit.mesh import Axis
 from megabit.reduce import gather_blocks, sum_blocks, tree_sum
 from megabit.tensor_parallel import (
@@ -22,6 +23,7 @@ from megabit.tensor_parallel import (
     ShardedParameter,
     Span,
     reduce_blocks,
+    whole,
 )
 from megabit_kernels import numerics
 
@@ -36,16 +38,22 @@ class Normalized(NamedTuple):
 
 
 class RMSNorm(nn.Module):
-    """``x [T, h]`` → ``Normalized``, with a learned gain.
+    """``x [T, h]`` → ``Normalized``.
 
     Args:
         columns: the part of the normalized dimension that this rank has; the whole of it for the
             norms between layers, heads or feed-forward columns for SubLN. A split one sends two
             numbers per block and token over TP forward, one backward.
+        has_gain: whether the result is multiplied by a learned gain.
     """
 
-    def __init__(self, columns: Span, eps: float, context: LayerContext) -> None:
+    weight: ShardedParameter | None
+
+    def __init__(
+        self, columns: Span, eps: float, context: LayerContext, has_gain: bool = True
+    ) -> None:
         super().__init__()
+        self.columns = columns
         self.eps = eps
         self.context = context
         is_split = columns.width < columns.size
@@ -54,18 +62,19 @@ class RMSNorm(nn.Module):
         self.axis = context.tp if is_split else Axis.single("tp")
         self.gain_axis = context.tp if on_own_tokens else Axis.single("tp")
         # Only for a norm that no TP degree splits: apex rounds otherwise, and TP may change no bit.
-        may_use_apex = columns.num_blocks == 1 and context.tree_blocks is None
+        may_use_apex = has_gain and columns.num_blocks == 1 and context.tree_blocks is None
         self.apex_norm = (
             fused_rms_norm() if may_use_apex and context.device.type == "cuda" else None
         )
-        partial = on_own_tokens and context.tree_blocks is None
-        self.weight = ShardedParameter(
-            Shard((columns.size,), 0, columns, partial), context.master_dtype, context.device
-        )
+        self.weight = None
+        if has_gain:
+            partial = on_own_tokens and context.tree_blocks is None
+            shard = Shard((columns.size,), 0, columns, partial)
+            self.weight = ShardedParameter(shard, context.master_dtype, context.device)
 
     def forward(self, x: Tensor, forward_pass: ForwardPass = PLAIN) -> Normalized:
-        gain = self.weight.ready()
-        if self.apex_norm is not None:
+        gain = None if self.weight is None else self.weight.ready()
+        if self.apex_norm is not None and gain is not None:
             values = self.apex_norm(x, gain, (x.shape[-1],), self.eps).to(x.dtype)
             absmax = values.detach().abs().amax(-1, keepdim=True)
             return Normalized(values, absmax.to(numerics.stats_dtype(x.dtype)))
@@ -92,12 +101,16 @@ class RMSNorm(nn.Module):
 class _RMSNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gain: ShardedParameter, norm: RMSNorm, forward_pass: ForwardPass
+        ctx: Any,
+        x: Tensor,
+        gain: ShardedParameter | None,
+        norm: RMSNorm,
+        forward_pass: ForwardPass,
     ) -> tuple[Tensor, Tensor]:
         dtype = numerics.stats_dtype(x.dtype)
-        columns = gain.shard.span
+        columns = norm.columns
         wide = x.to(dtype)
-        scaled = wide * gain.to(dtype)
+        scaled = wide if gain is None else wide * gain.to(dtype)
 
         def statistics() -> Tensor:
             """``[2, T, blocks]`` over all ranks: Σx² and max|x·g|."""
@@ -113,20 +126,31 @@ class _RMSNorm(Function):
         ctx.gain, ctx.norm = gain, norm
         absmax = largest.amax(-1, keepdim=True) * rstd
         ctx.mark_non_differentiable(absmax)
-        return scaled.mul_(rstd).to(x.dtype), absmax
+        values = scaled * rstd if gain is None else scaled.mul_(rstd)  # ``wide`` may be ``x``
+        return values.to(x.dtype), absmax
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd = ctx.saved_tensors
-        gain: ShardedParameter = ctx.gain
-        columns = gain.shard.span
+        gain: ShardedParameter | None = ctx.gain
+        columns = ctx.norm.columns
         normalized = x.to(rstd.dtype) * rstd
         grad = grads[0].to(rstd.dtype)
-        d_gain = gain.give_gradient(ctx.norm.sum_over_tokens(grad * normalized))
-        d_normalized = grad * gain.detach().to(rstd.dtype)
+        d_gain = None
+        if gain is None:
+            d_normalized = grad.clone()  # written to below
+        else:
+            d_gain = gain.give_gradient(ctx.norm.sum_over_tokens(grad * normalized))
+            d_normalized = grad * gain.detach().to(rstd.dtype)
         blocks = reduce_blocks(
             d_normalized * normalized, columns.block_widths, lambda block: block.sum(-1)
         )
         projection = sum_blocks(blocks, ctx.norm.axis).unsqueeze(-1) / columns.size
         dx = d_normalized.sub_(normalized.mul_(projection)).mul_(rstd)
         return dx.to(x.dtype), d_gain, None, None
+
+
+def hidden_norm(model: ModelConfig, context: LayerContext, has_gain: bool = True) -> RMSNorm:
+    """A norm of what goes from layer to layer, ``[t, H]``."""
+    columns = whole(model.hidden_size, owned=context.tp.rank == 0)
+    return RMSNorm(columns, model.rms_norm_eps, context, has_gain)

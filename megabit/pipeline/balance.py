@@ -75,8 +75,10 @@ def estimate_part_costs(config: Config) -> PartCosts:
     kv = model.num_key_value_heads * model.head_dim
     tokens = config.train.micro_batch_size * config.data.seq_length
     is_ternary = model.linear == "ternary"
-    forward = TERNARY_FORWARD if is_ternary else 1.0
-    backward = TERNARY_FORWARD if precision.ternary_backward == "int8" else 1.0
+    has_integers = is_ternary and model.activations != "full"
+    forward = TERNARY_FORWARD if has_integers else 1.0
+    has_int8_backward = has_integers and precision.ternary_backward == "int8"
+    backward = TERNARY_FORWARD if has_int8_backward else 1.0
     columns = tokens * hidden * (hidden + 2 * kv + 2 * ffn)  # q, k, v, gate and up
     rows = tokens * hidden * (hidden + ffn)  # o and down
     weights = columns + rows

@@ -29,7 +29,14 @@ from megabit.pipeline.actions import (
 from megabit.pipeline.clock import Clock
 from megabit.pipeline.mailbox import Mailbox
 from megabit.pipeline.timeline import Span
-from megabit.tensor_parallel import ForwardPass, Noise, WeightGradientQueue
+from megabit.tensor_parallel import (
+    TERNARY,
+    ActivationProbe,
+    ForwardPass,
+    Noise,
+    Quantization,
+    WeightGradientQueue,
+)
 
 Finish = Callable[[Tensor, int, ForwardPass], Tensor]
 
@@ -73,6 +80,8 @@ def run_schedule(
     *,
     noises: Sequence[Noise] | None = None,
     output_gradient: Tensor | None = None,
+    quantization: Quantization = TERNARY,
+    probe: ActivationProbe | None = None,
 ) -> PipelineResult:
     """Run this rank's part of ``schedule`` over a step's microbatches; collective over ``pp``.
 
@@ -86,12 +95,13 @@ def run_schedule(
         noises: the random numbers of each microbatch, in training.
         output_gradient: d(objective)/d(what ``finish`` gave), the same for all microbatches, such
             as 1 / target tokens of the step; needed where the schedule has backward passes.
+        quantization, probe: of all forward passes; see ``ForwardPass``.
 
     Raises:
         PeerLost: another rank of the pipeline died, or did not answer within the time-out of the
             process group.
     """
-    run = _Run(schedule, stages, tokens, finish, pp, noises, output_gradient)
+    run = _Run(schedule, stages, tokens, finish, pp, noises, output_gradient, quantization, probe)
     return run.run()
 
 
@@ -115,6 +125,8 @@ class _Run:
     pp: Axis
     noises: Sequence[Noise] | None
     output_gradient: Tensor | None
+    quantization: Quantization
+    probe: ActivationProbe | None
     live: dict[tuple[int, int], _Live] = field(default_factory=dict)
     """By microbatch and chunk."""
     put_off: dict[tuple[int, int], WeightGradientQueue] = field(default_factory=dict)
@@ -177,6 +189,8 @@ class _Run:
         forward_pass = ForwardPass(
             None if self.noises is None else self.noises[microbatch],
             weight_gradients=self.put_off.get((microbatch, chunk)),
+            quantization=self.quantization,
+            probe=self.probe,
         )
         root = self.stages(self.tokens[microbatch], hidden_in, forward_pass, chunk)
         if self.is_last(chunk):

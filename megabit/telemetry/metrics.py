@@ -1,47 +1,92 @@
-"""The metrics of a run: a line on the console, a JSON line in a file, and W&B if asked.
+"""The numbers of a run: a row for each log interval, each evaluation and each event.
 
-``metrics.jsonl`` has one object a line: ``{"step": …, "loss": …, …}`` for a log interval and
-``{"step": …, "held_out_loss": …, "held_out_bits_per_byte": …}`` for an evaluation. What is sent, by
-axis and purpose, is in each of the former; ``accounting.json`` beside it has what was expected,
-with the memory: ``{"step": …, "sent_by_purpose_mb": …, "expected_sent_by_purpose_mb": …, …}``,
-from the first interval. A resumed run, which may have another layout, writes it anew.
+A row is what ``metrics.jsonl`` has on a line, and what every other sink gets:
+
+- a log interval: the fields of ``IntervalMetrics``;
+- an evaluation: those of ``EvaluationMetrics``;
+- an event: ``{"step": …, "event": {"kind": …, "name": …, "action": …, "evidence": …, "text": …}}``.
+
+None is a number that there is none of (MFU without a known peak); a field of a GPU is absent where
+there is no GPU. In the file, None and what is not finite are ``null``.
 """
 
-import errno
 import json
 import math
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from megabit.telemetry.gpu import GpuMetrics
 
-from megabit.errors import UserError
-from megabit.files import write_text
-from megabit.telemetry.accounting import Accounting
+Row = dict[str, Any]
+
+AXES = ("tp", "pp", "dp", "world")
+"""What is sent and waited for is counted by these."""
+PHASES = ("data", "forward_backward", "gradients", "update", "other")
+"""Of a step, in order. ``gradients``: complete, reduced and measured; ``update``: with what
+publishes the new weights."""
+
+
+@dataclass(frozen=True)
+class LayerMetrics:
+    """What the probed step did to one ternary layer, or to all; None where it was not counted."""
+
+    zero_fraction: float | None = None
+    """Share of the codes that are 0 after it."""
+    code_flips: float | None = None
+    """Share of the codes that it changed; about 5e-4 in BitNet (arXiv 2412.04787)."""
+    threshold_distance: float | None = None
+    """Mean of | |w|/γ − 1/2 |: how far master weights are from where rounding changes."""
+    saturation: float | None = None
+    """Share of the int8 activations at ±127; the largest of each token always is."""
 
 
 @dataclass(frozen=True)
 class IntervalMetrics:
     """Means over the steps of one log interval, over all ranks; of the loss and its gradient, over
-    the steps that were not skipped (not a number if all were)."""
+    the steps that were not skipped (not a number if all were). The same on every rank."""
 
     step: int
     """Steps done."""
+    consumed_tokens: int
+    """Tokens that all steps so far have taken."""
     loss: float
-    """Nats per token, before each update."""
+    """Cross-entropy of all target tokens in nats, before each update."""
+    objective: float
+    """What was minimised, a mean over target tokens."""
     bits_per_byte: float
     grad_norm: float
+    """Before clipping."""
+    grad_norm_std: float
+    """Its standard deviation over the steps; 0 if there was one."""
+    grad_norm_spread: float | None
+    """Standard deviation over DP ranks of the norm before they reduce it, as a share of its mean,
+    in the probed step."""
     skipped: int
-    """Steps whose gradient was infinite or not a number, which changed no weight."""
+    """Steps that changed no weight."""
     lr: float
+    weight_decay: float
+    quantization_share: float
+    """λ"""
+    batch_size: int
+    """Samples, over all ranks. This and the four before: of the last step."""
+    loss_scale: float
     tokens_per_s: float
-    zero_fraction: float
-    """Share of the codes that are 0; 0 for a dense model."""
+    """Target tokens, over all ranks."""
+    tflops: float
+    """Of one rank; see ``utilization``."""
+    mfu: float | None
+    step_s: float
+    time_s: dict[str, float]
+    """The same by phase (``PHASES``), a mean over ranks. Phases are timed on the host, which does
+    not wait for a GPU before ``gradients`` are measured."""
+    exposed_s: dict[str, float]
+    """Seconds of a step in which the rank that waits longest is blocked, by axis."""
+    exposed_share: float
+    """Share of the step in which the rank that waits longest is blocked in collectives: over tp,
+    dp and world, since what it waits for over pp is the bubble. Slower ranks are waited for, too.
+    """
     sent_mb: dict[str, float]
     """MB that all ranks together send in a step, by axis (ring volume)."""
     sent_by_purpose_mb: dict[str, float]
@@ -49,6 +94,26 @@ class IntervalMetrics:
     bubble: float
     """Time in which ranks are idle in the pipeline's schedule, as long as the slowest of them runs
     it, for each unit of time in which they compute: (p−1)/m with 1F1B and equal stages."""
+    memory_mib: float
+    """Peak so far of the rank that had most."""
+    zero_fraction: float
+    """Share of the codes that are 0; 0 for a dense model, not a number where nothing was probed and
+    the model is not ternary yet."""
+    code_flips: float | None = None
+    """This and the next two: of the probed step, over all layers, as in ``LayerMetrics``."""
+    threshold_distance: float | None = None
+    saturation: float | None = None
+    gpu: GpuMetrics = field(default_factory=GpuMetrics)
+    """Worst of all ranks; in a row each by itself, as ``gpu_power_w``."""
+    layers: dict[str, LayerMetrics] | None = None
+    """Each ternary layer, if ``telemetry.per_layer``."""
+
+    def row(self) -> Row:
+        """For sinks and alerts."""
+        row = asdict(self)
+        gpu, layers = row.pop("gpu"), row.pop("layers")
+        row |= {f"gpu_{key}": value for key, value in gpu.items() if value is not None}
+        return row if layers is None else row | {"layers": layers}
 
     def line(self, expected_mb: Mapping[str, float] | None = None) -> str:
         """For the console; ``expected_mb`` is what should have been sent, by axis."""
@@ -56,145 +121,111 @@ class IntervalMetrics:
             f"{axis} {mb:.1f}" + ("" if expected_mb is None else f"/{expected_mb.get(axis, 0):.1f}")
             for axis, mb in self.sent_mb.items()
         )
+        flips = "" if self.code_flips is None else f"  flips {self.code_flips:.3%}"
+        mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
         return (
             f"step {self.step:>6}  loss {self.loss:.4f}  bits/byte {self.bits_per_byte:.4f}  "
             f"norm {self.grad_norm:.3f}  lr {self.lr:.2e}  {self.tokens_per_s:,.0f} tok/s  "
-            f"zeros {self.zero_fraction:.1%}  MB {sent}  bubble {self.bubble:.0%}"
+            f"zeros {self.zero_fraction:.1%}{flips}  MB {sent}  bubble {self.bubble:.0%}{mfu}"
         )
 
 
-class MetricsLog:
-    """Where a run reports; use as a context manager around the training loop.
+class Score(Protocol):
+    """A mean over the predicted tokens of a text."""
 
-    Args:
-        path: ``metrics.jsonl``; lines after ``first_step`` are dropped, since a resumed run will
-            write those steps again. None on all ranks but the main one, which then report nothing.
-        console: quiet on all ranks but the main one.
-        wandb_project: log there too; None: not.
-    """
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        ...
 
-    def __init__(
-        self,
-        path: Path | None,
-        first_step: int,
-        steps: int,
-        console: Console,
-        wandb_project: str | None,
-        run_config: Mapping[str, Any],
-    ) -> None:
-        self.console = console
-        self._path = path
-        self._has_accounted = False
-        if path is not None:
-            _keep_until(path, first_step, is_finished=first_step == steps)
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("training", total=steps, completed=first_step)
-        self._wandb: Any = None
-        if wandb_project is not None and path is not None:
-            import wandb  # takes a second to import, and most runs do without
-
-            try:
-                self._wandb = wandb.init(
-                    project=wandb_project, dir=str(path.parent), config=dict(run_config)
-                )
-            except (wandb.Error, OSError) as error:
-                raise UserError(
-                    f"run.wandb_project: cannot log there ({error}); "
-                    "log in with 'wandb login', or set WANDB_MODE=offline"
-                ) from error
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=int(kind is not None))
-
-    def advance(self, step: int) -> None:
-        """Move the progress bar to ``step`` steps done."""
-        self._progress.update(self._task, completed=step)
-
-    def say(self, text: str) -> None:
-        """One line for people only."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def interval(self, metrics: IntervalMetrics, accounting: Accounting | None = None) -> None:
-        """Report a log interval everywhere: with what was expected to be sent beside what was. The
-        first account is shown whole, and later ones if something is not as expected."""
-        self.say(metrics.line(None if accounting is None else accounting.expected_by_axis()))
-        self._write(asdict(metrics))
-        if accounting is not None and not (self._has_accounted and accounting.agrees):
-            self._has_accounted = True
-            self.accounting(metrics.step, accounting)
-
-    def accounting(self, step: int, accounting: Accounting) -> None:
-        """Report bytes sent and kept everywhere; on the console as tables."""
-        for table in accounting.tables():
-            self.console.print(table)
-        values = {"step": step, **asdict(accounting)}
-        if self._path is not None:
-            path, text = self._path.with_name("accounting.json"), json.dumps(values, indent=2)
-            self.try_to_write(path, lambda: write_text(path, text + "\n"))
-        if self._wandb is not None:
-            self._wandb.log({"accounting": values}, step=step)
-
-    def evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:
-        """Report a held-out evaluation everywhere."""
-        self.say(f"step {step:>6}  held-out loss {loss:.4f}  bits/byte {bits_per_byte:.4f}")
-        self._write({"step": step, "held_out_loss": loss, "held_out_bits_per_byte": bits_per_byte})
-
-    def try_to_write(self, path: Path, write: Callable[[], object]) -> None:
-        """``write``, which writes ``path``; if that fails, say so: training goes on without."""
-        try:
-            write()
-        except OSError as error:
-            self.say(f"ALERT {path} cannot be written ({error.strerror}); training goes on")
-
-    def _write(self, values: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        path, line = self._path, json.dumps(_with_nulls(values)) + "\n"
-        self.try_to_write(path, lambda: _append(path, line))
-        if self._wandb is not None:
-            self._wandb.log(values, step=values["step"])
+    @property
+    def bits_per_byte(self) -> float: ...
 
 
-def _append(path: Path, line: str) -> None:
-    """All of ``line`` or, if there is no room for it, nothing."""
-    with path.open("ab", buffering=0) as file:
-        before = file.tell()
-        data = line.encode()
-        try:
-            if file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            file.truncate(before)
-            raise
+@dataclass(frozen=True)
+class EvaluationMetrics:
+    """After ``step`` steps, on held-out text and on other texts by name."""
+
+    step: int
+    held_out_loss: float
+    held_out_bits_per_byte: float
+    validation: Mapping[str, Score] = field(default_factory=dict)
+
+    def row(self) -> Row:
+        """For sinks; without ``validation`` where there is none."""
+        row: Row = {
+            "step": self.step,
+            "held_out_loss": self.held_out_loss,
+            "held_out_bits_per_byte": self.held_out_bits_per_byte,
+            "held_out_perplexity": perplexity(self.held_out_loss),
+        }
+        if self.validation:
+            row["validation"] = {
+                name: {
+                    "loss": score.loss,
+                    "bits_per_byte": score.bits_per_byte,
+                    "perplexity": perplexity(score.loss),
+                }
+                for name, score in self.validation.items()
+            }
+        return row
+
+    def lines(self) -> Iterator[str]:
+        """For the console."""
+        loss, bits = self.held_out_loss, self.held_out_bits_per_byte
+        yield f"step {self.step:>6}  held-out loss {loss:.4f}  bits/byte {bits:.4f}"
+        for name, score in self.validation.items():
+            yield (
+                f"step {self.step:>6}  {name} loss {score.loss:.4f}  "
+                f"bits/byte {score.bits_per_byte:.4f}"
+            )
 
 
-def _with_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
+@dataclass(frozen=True)
+class Event:
+    """Something that happened once, after ``step`` steps."""
+
+    step: int
+    kind: Literal["guard", "alert", "checkpoint"]
+    name: str
+    """Of the rule, or of what was saved."""
+    action: str
+    evidence: Mapping[str, Any]
+    """The numbers that it was done for."""
+    text: str
+    """All of it, for people."""
+
+    def row(self) -> Row:
+        """For sinks."""
+        event = asdict(self)
+        return {"step": event.pop("step"), "event": event}
+
+    def line(self) -> str:
+        """For the console."""
+        return f"step {self.step:>6}  {'ALERT ' if self.kind == 'alert' else ''}{self.text}"
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is too large."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a row under names such as ``exposed_s/dp``, without what is None."""
+    flat: dict[str, float] = {}
+    for key, value in row.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}/")
+        elif value is not None:
+            flat[name] = value
+    return flat
+
+
+def read_metrics(path: Path) -> list[Row]:
     """All objects of a ``metrics.jsonl``; a last line cut short by a crash is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
@@ -205,14 +236,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
-
-
-def _keep_until(path: Path, step: int, is_finished: bool) -> None:
-    """Drop what a run that goes on after ``step`` writes again; a finished one evaluates again."""
-    kept = [
-        row
-        for row in read_metrics(path)
-        if row["step"] < step
-        or (row["step"] == step and not (is_finished and "held_out_loss" in row))
-    ]
-    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))

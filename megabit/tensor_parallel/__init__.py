@@ -4,14 +4,19 @@ from megabit.tensor_parallel.bitlinear import (
     BitLinear,
     ColumnParallelBitLinear,
     RowParallelBitLinear,
-    TernaryLayer,
-    ternarize_layers,
-    ternary_layers,
 )
 from megabit.tensor_parallel.context import LayerContext
-from megabit.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megabit.tensor_parallel.cross_entropy import TokenLosses, vocab_parallel_cross_entropy
+from megabit.tensor_parallel.distillation import vocab_parallel_kl
 from megabit.tensor_parallel.embedding import VocabParallelEmbedding
-from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass, Kept, Noise
+from megabit.tensor_parallel.forward_pass import (
+    PLAIN,
+    TERNARY,
+    ForwardPass,
+    Kept,
+    Noise,
+    Quantization,
+)
 from megabit.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,10 +29,20 @@ from megabit.tensor_parallel.parameter import (
     sharded_parameters,
 )
 from megabit.tensor_parallel.partition import BlockPartition, Span, reduce_blocks, whole
+from megabit.tensor_parallel.probe import ActivationProbe
+from megabit.tensor_parallel.ternary_layer import (
+    MixedWeight,
+    TernaryLayer,
+    ternarize_layers,
+    ternary_layers,
+)
 from megabit.tensor_parallel.weight_gradients import WeightGradientQueue
+from megabit.tensor_parallel.weight_scale import OwnedElements, WeightScale
 
 __all__ = [
     "PLAIN",
+    "TERNARY",
+    "ActivationProbe",
     "BitLinear",
     "BlockPartition",
     "ColumnParallelBitLinear",
@@ -35,21 +50,27 @@ __all__ = [
     "ForwardPass",
     "Kept",
     "LayerContext",
+    "MixedWeight",
     "Noise",
+    "OwnedElements",
+    "Quantization",
     "RowParallelBitLinear",
     "RowParallelLinear",
     "Shard",
     "ShardedParameter",
     "Span",
     "TernaryLayer",
+    "TokenLosses",
     "VocabParallelEmbedding",
     "WeightGradientQueue",
+    "WeightScale",
     "enter_column_parallel",
     "reduce_blocks",
     "sharded_parameters",
     "ternarize_layers",
     "ternary_layers",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_kl",
     "vocab_parallel_logits",
     "whole",
 ]

@@ -6,13 +6,15 @@ rounding to the output dtype. Every statistic belongs to the logical tensor and 
 exact, so the TP degree does not change a bit. Backward is straight-through (``ternary_backward``);
 dX of a column layer is summed over TP while dW is computed, or put off (``weight_gradients``).
 
-In training a layer holds codes and γ only (``receive``): the optimizer has the latent weight, and
-the parameter is a shape without storage. A layer used alone keeps its latent weight as a parameter
-and, beside it, the codes and scale derived from it. They are derived again when the parameter has
-changed: for all layers at once (``ternarize_layers``), else by ``forward`` on first use.
+With full-precision activations, or while a λ ramp fades quantization in, there are no integers to
+add. Then a layer computes x̃ · W̃ᵀ as a dense one does, in the compute dtype, forward and backward
+(dX = dY · W̃, dW = dYᵀ · x̃, straight-through; ``precision.ternary_backward`` does not apply), with x̃
+= x + λ(x_q·s − x) or x itself, and W̃ = W + λ(γ·code − W). A row layer then adds floats over TP: TP
+degrees agree to their rounding, as those of dense layers do, and not bit by bit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,59 +23,26 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megabit.mesh import Axis
-from megabit.reduce import all_gather, all_reduce
+from megabit.reduce import all_gather
 from megabit.tensor_parallel.context import LayerContext
 from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass
-from megabit.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megabit.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    enter_column_parallel,
+)
 from megabit.tensor_parallel.parameter import ShardedParameter
 from megabit.tensor_parallel.partition import whole
 from megabit.tensor_parallel.row_sums import sum_products
 from megabit.tensor_parallel.ternary_backward import Parts, TernaryBackward
+from megabit.tensor_parallel.ternary_layer import TernaryLayer
 from megabit.tensor_parallel.weight_gradients import (
     WeightGradientQueue,
     weight_gradient,
     weight_gradients,
 )
-from megabit_kernels import (
-    TernaryWeight,
-    abs_sum,
-    numerics,
-    quantize_activation,
-    ternary_linear,
-    ternary_matmul,
-)
-
-
-class TernaryLayer(nn.Module):
-    """The part that column and row layers share: the codes of ``self.weight``."""
-
-    context: LayerContext
-    weight: ShardedParameter
-    name: str = ""
-    """Of the weight in the model; random numbers depend on it."""
-    _ternary: TernaryWeight | None = None
-    _ternary_source: tuple[int, int] | None = None
-
-    def ternary(self) -> TernaryWeight:
-        """Codes and scale of the weight as it is now.
-
-        Waits for codes that are on their way; collective over TP where a latent weight of the
-        layer's own has changed.
-        """
-        self.weight.ready()
-        if not self.weight.is_meta and self._ternary_source != _version(self.weight):
-            ternarize_layers([self], self.context.tp)
-        assert self._ternary is not None
-        return self._ternary
-
-    def receive(self, ternary: TernaryWeight) -> None:
-        """Compute with ``ternary`` from now on."""
-        self._ternary = ternary
-
-    def give_up_latent(self) -> None:
-        """Keep the shape of the weight only: from now on codes are received."""
-        self.weight = ShardedParameter(self.weight.shard, self.weight.dtype, "meta")
-        self._ternary = self._ternary_source = None
+from megabit.tensor_parallel.weight_scale import WeightScale
+from megabit_kernels import TernaryWeight, ternary_linear, ternary_matmul
 
 
 class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
@@ -91,17 +60,28 @@ class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
         Args:
             absmax: ``[t, 1]``, max|x| of each token where the caller knows it (a norm does).
         """
-        if absmax is None:
-            absmax = numerics.absmax(x.detach())
         together = [_as_ternary(layer) for layer in layers]
-        context = layers[0].context
+        first, context = together[0], layers[0].context
+        if any(layer.quantizer != first.quantizer for layer in together):
+            raise ValueError("layers with one input quantize it in different ways")
+        undivided = Axis.single("tp")  # each rank has all columns of a token
+        if not first.adds_integers(forward_pass):
+            x = first.blended(x, absmax, undivided, forward_pass)
+            x = enter_column_parallel(x, context)
+            share = forward_pass.quantization.share
+            return tuple(y.dense_product(x, forward_pass, y.values(share)) for y in together)
         rows = [Parts.of(layer.weight.shard.span, context) for layer in layers]
         backward = TernaryBackward(
-            context, [layer.ternary() for layer in together], rows, _seed(together[0], forward_pass)
+            context, [layer.ternary() for layer in together], rows, _seed(first, forward_pass)
         )
+        x_q, scale = first.quantized(x, absmax, undivided, forward_pass)
+        if context.sequence_parallel:
+            # Half the bytes of bf16, and the same bits. Both stay for the weight gradient.
+            x_q = all_gather(x_q, context.tp, "activations")
+            scale = all_gather(scale, context.tp, "activations")
         weights = [layer.weight for layer in together]
         queue = forward_pass.weight_gradients
-        return _ColumnParallelTernary.apply(x, absmax, backward, queue, *weights)
+        return _ColumnParallelTernary.apply(x, x_q, scale, backward, queue, *weights)
 
 
 class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
@@ -116,14 +96,17 @@ class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
             absmax: ``[T, 1]``, max|x| of each token over **all** K columns, where the caller knows
                 it (the norm before the layer does); else it is reduced over TP here.
         """
-        if absmax is None:
-            absmax = numerics.absmax(x.detach())
-            absmax = all_reduce(absmax, self.context.tp, "max", "statistics")
+        tp = self.context.tp
+        if not self.adds_integers(forward_pass):
+            x = self.blended(x, absmax, tp, forward_pass)
+            values = self.values(forward_pass.quantization.share)
+            return self.dense_product(x, forward_pass, values)
         columns = Parts.of(self.weight.shard.span, self.context)
         backward = TernaryBackward(
             self.context, [self.ternary()], [columns], _seed(self, forward_pass)
         )
-        return _RowParallelTernary.apply(x, absmax, forward_pass, backward, self.weight)
+        x_q, scale = self.quantized(x, absmax, tp, forward_pass)
+        return _RowParallelTernary.apply(x, x_q, scale, forward_pass, backward, self.weight)
 
 
 class BitLinear(ColumnParallelBitLinear):
@@ -135,9 +118,14 @@ class BitLinear(ColumnParallelBitLinear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, dtype: torch.dtype = torch.float32
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype = torch.float32,
+        weight_scale: WeightScale = WeightScale(),  # noqa: B008  (it is frozen)
     ) -> None:
-        super().__init__(in_features, whole(out_features, owned=True), LayerContext.single(dtype))
+        context = replace(LayerContext.single(dtype), weight_scale=weight_scale)
+        super().__init__(in_features, whole(out_features, owned=True), context)
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(
@@ -153,41 +141,10 @@ class BitLinear(ColumnParallelBitLinear):
         return super().ternary()
 
 
-@torch.no_grad()
-def ternarize_layers(layers: Sequence[TernaryLayer], tp: Axis) -> None:
-    """Derive codes and scales of ``layers`` from their latent weights, with one exchange over TP.
-
-    Σ|W| is a sum of integers (``numerics.fixed_point_abs_sum``), of parts that ranks own, so γ has
-    the same bits at every TP.
-    """
-    if not layers:
-        return
-    shards = [layer.weight.shard for layer in layers]
-    sums = [
-        abs_sum(shard.owned(layer.weight), shard.numel)
-        for layer, shard in zip(layers, shards, strict=True)
-    ]
-    totals = all_reduce(torch.stack(sums), tp, purpose="scales")
-    for layer, shard, total in zip(layers, shards, totals, strict=True):
-        scale = numerics.weight_scale(total, shard.numel, layer.weight.dtype)
-        layer.receive(TernaryWeight.from_latent(layer.weight.detach(), scale))
-        layer._ternary_source = _version(layer.weight)
-
-
-def ternary_layers(module: nn.Module) -> Iterator[TernaryLayer]:
-    """The ternary layers in ``module``, in the order of its definition."""
-    return (layer for layer in module.modules() if isinstance(layer, TernaryLayer))
-
-
-def _as_ternary(layer: nn.Module) -> TernaryLayer:
-    if not isinstance(layer, TernaryLayer):
+def _as_ternary(layer: nn.Module) -> ColumnParallelBitLinear:
+    if not isinstance(layer, ColumnParallelBitLinear):
         raise TypeError(f"{type(layer).__name__} among ternary layers")
     return layer
-
-
-def _version(weight: Tensor) -> tuple[int, int]:
-    """Changes when the values do: in-place writes count versions, ``.to()`` moves the storage."""
-    return weight._version, weight.data_ptr()
 
 
 def _seed(layer: TernaryLayer, forward_pass: ForwardPass) -> int:
@@ -201,17 +158,12 @@ class _ColumnParallelTernary(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        absmax: Tensor,
+        x_q: Tensor,
+        scale: Tensor,
         backward: TernaryBackward,
         queue: WeightGradientQueue | None,
         *weights: ShardedParameter,
     ) -> tuple[Tensor, ...]:
-        context = backward.context
-        x_q, scale = quantize_activation(x, absmax)
-        if context.sequence_parallel:
-            # Half the bytes of bf16, and the same bits. Both stay for the weight gradient.
-            x_q = all_gather(x_q, context.tp, "activations")
-            scale = all_gather(scale, context.tp, "activations")
         ctx.save_for_backward(x_q, scale)
         ctx.products, ctx.weights, ctx.queue, ctx.dtype = backward, weights, queue, x.dtype
         return tuple(ternary_linear(x_q, scale, w, x.dtype) for w in backward.ternary)
@@ -226,14 +178,14 @@ class _ColumnParallelTernary(Function):
             if products.context.tree_blocks is None:
                 term = term.to(ctx.dtype)  # what travels; a tree adds terms before any rounding
             dx = products.context.start_sum_of_tokens(term)
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         dws: list[Tensor | None] = [None] * len(grads)
         if any(wanted):
             # dY of a frozen weight is not kept for later.
             used = [g if wanted[i] else g.new_empty(0) for i, g in enumerate(grads)]
             compute = partial(products.weight_gradients_of_columns, used, x_q, scale, wanted)
             dws = weight_gradients(ctx.weights, compute, ctx.queue)
-        return None if dx is None else dx.wait().to(ctx.dtype), None, None, None, *dws
+        return None if dx is None else dx.wait().to(ctx.dtype), None, None, None, None, *dws
 
 
 class _RowParallelTernary(Function):
@@ -241,13 +193,13 @@ class _RowParallelTernary(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        absmax: Tensor,
+        x_q: Tensor,
+        scale: Tensor,
         forward_pass: ForwardPass,
         backward: TernaryBackward,
         weight: ShardedParameter,
     ) -> Tensor:
         context, (ternary,) = backward.context, backward.ternary
-        x_q, scale = quantize_activation(x, absmax)
         ctx.save_for_backward(x_q, scale)
         ctx.products, ctx.weight, ctx.dtype = backward, weight, x.dtype
         ctx.queue = forward_pass.weight_gradients
@@ -270,7 +222,7 @@ class _RowParallelTernary(Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = products.input_gradient_of_rows(grad).to(ctx.dtype)
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[5]:
             compute = partial(products.weight_gradient_of_rows, grad, x_q, scale)
             dw = weight_gradient(ctx.weight, compute, ctx.queue)
-        return dx, None, None, None, dw
+        return dx, None, None, None, None, dw

@@ -1,6 +1,6 @@
 """``LayerContext``: what every layer of a stage needs to know beside its own sizes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from megabit.reduce import (
     start_tree_all_reduce,
     start_tree_reduce_scatter,
 )
+from megabit.tensor_parallel.weight_scale import WeightScale
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class LayerContext:
     tree_blocks: int | None = None
     """Layout-exact training: the number of fixed blocks, a power of two that TP divides, over which
     each floating-point sum of the backward pass is defined. None: sums are as they come."""
+    weight_scale: WeightScale = field(default_factory=WeightScale)
+    """What γ of a ternary weight is."""
 
     @staticmethod
     def single(dtype: torch.dtype = torch.float32) -> "LayerContext":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megabit.tensor_parallel.probe import ActivationProbe
 from megabit.tensor_parallel.weight_gradients import WeightGradientQueue
 
 
@@ -63,6 +64,20 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """How far a run quantizes at present, beside what its model says."""
+
+    share: float = 1.0
+    """λ: 0 is full precision, 1 ternary. Weights are W + λ(γ·code − W), activations likewise."""
+    full_precision_activations: bool = False
+    """W1.58A16, whatever the model says: a measure of the stability guard."""
+
+
+TERNARY = Quantization()
+"""λ = 1, and activations as the model says."""
+
+
+@dataclass(frozen=True)
 class ForwardPass:
     """One forward pass of a stage."""
 
@@ -71,6 +86,9 @@ class ForwardPass:
     kept: Kept | None = None
     weight_gradients: WeightGradientQueue | None = None
     """Where backward puts off the gradients of weight matrices; None: it computes them at once."""
+    quantization: Quantization = TERNARY
+    probe: ActivationProbe | None = None
+    """Counts what activations are quantized to, where somebody wants to know."""
 
     def statistics(self, compute: Callable[[], Tensor]) -> Tensor:
         """``compute()``, statistics that ranks share; a recomputation gets what it gave before."""

@@ -9,7 +9,7 @@ under sequence parallelism), ``K``/``N`` logical in/out features, ``k``/``n`` th
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ from megabit.tensor_parallel.mappings import (
 from megabit.tensor_parallel.parameter import Shard, ShardedParameter
 from megabit.tensor_parallel.partition import Span
 from megabit.tensor_parallel.weight_gradients import WeightGradientQueue, weight_gradient
+
+Values = Callable[[torch.dtype], Tensor]
+"""Gives the values ``[n, k]`` of a weight in a dtype, the same each time."""
 
 
 class ColumnParallelLinear(nn.Module):
@@ -62,15 +65,23 @@ class ColumnParallelLinear(nn.Module):
         sums dX over TP once.
         """
         x = enter_column_parallel(x, layers[0].context)
-        return tuple(layer._product(x, forward_pass.weight_gradients) for layer in layers)
+        return tuple(layer.dense_product(x, forward_pass) for layer in layers)
 
-    def _product(self, x: Tensor, queue: WeightGradientQueue | None) -> Tensor:
+    def dense_product(
+        self, x: Tensor, forward_pass: ForwardPass = PLAIN, values: Values | None = None
+    ) -> Tensor:
+        """``x [T, K]``, on every rank → ``[T, n]``.
+
+        Args:
+            values: what stands for the weight; see ``_DenseProduct``.
+        """
         span, terms = self.weight.shard.span, slice(None)
         if span.is_shared:
             # The gradient of rows that several ranks hold is whole on each of them, and dX is
             # summed over ranks: it gets the terms of a row from the one that owns it.
             terms = slice(span.owned_start - span.start, span.owned_stop - span.start)
-        return _DenseProduct.apply(x, self.weight.ready(), terms, queue)
+        queue = forward_pass.weight_gradients
+        return _DenseProduct.apply(x, self.weight.ready(), values, terms, queue)
 
 
 class RowParallelLinear(nn.Module):
@@ -90,7 +101,18 @@ class RowParallelLinear(nn.Module):
     ) -> Tensor:
         """Forward sums ``y`` over TP (a reduce-scatter under sequence parallelism); ``absmax`` is
         for ternary layers."""
-        y = _DenseProduct.apply(x, self.weight.ready(), slice(None), forward_pass.weight_gradients)
+        return self.dense_product(x, forward_pass)
+
+    def dense_product(
+        self, x: Tensor, forward_pass: ForwardPass = PLAIN, values: Values | None = None
+    ) -> Tensor:
+        """``x [T, k]`` → ``[t, N]``, summed over TP in floating point.
+
+        Args:
+            values: what stands for the weight; see ``_DenseProduct``.
+        """
+        queue = forward_pass.weight_gradients
+        y = _DenseProduct.apply(x, self.weight.ready(), values, slice(None), queue)
         if self.context.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, self.context)
         return reduce_from_tensor_model_parallel_region(y, self.context)
@@ -107,6 +129,9 @@ class _DenseProduct(Function):
     """``x Wᵀ`` in the dtype of ``x``, with ``x [T, k]`` and this rank's ``W [n, k]``.
 
     Args:
+        weight: whose gradient dW is, and by default W itself.
+        values: W where that is something else, made of the weight; asked for by forward and by
+            backward, so that what can be made again is not kept in between.
         terms: the rows of ``W`` that dX is summed over. dW has all rows.
         queue: where the product of dW is put off.
     """
@@ -116,20 +141,24 @@ class _DenseProduct(Function):
         ctx: Any,
         x: Tensor,
         weight: ShardedParameter,
+        values: Values | None,
         terms: slice,
         queue: WeightGradientQueue | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # so that torch sees a weight that was changed meanwhile
-        ctx.weight, ctx.terms, ctx.queue = weight, terms, queue
-        return F.linear(x, weight.to(x.dtype))
+        # Saved so that torch sees a weight that was changed meanwhile.
+        ctx.save_for_backward(x, weight if values is None else None)
+        ctx.weight, ctx.values, ctx.terms, ctx.queue = weight, values, terms, queue
+        return F.linear(x, weight.to(x.dtype) if values is None else values(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (saved.detach() for saved in ctx.saved_tensors)  # holds no graph
+        x, weight = ctx.saved_tensors
+        x = x.detach()  # holds no graph
         grad = grads[0]
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.mm(grad[:, ctx.terms], weight[ctx.terms].to(x.dtype))
+            values = weight.detach() if ctx.values is None else ctx.values(x.dtype)
+            dx = torch.mm(grad[:, ctx.terms], values[ctx.terms].to(x.dtype))
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(ctx.weight, lambda: torch.mm(grad.t(), x), ctx.queue)
-        return dx, dw, None, None
+        return dx, dw, None, None, None

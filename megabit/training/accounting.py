@@ -1,6 +1,8 @@
 """What steps sent and what ranks keep, as counted, beside what the configuration says."""
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -10,24 +12,25 @@ from megabit.telemetry import Accounting, IntervalMetrics
 from megabit.training.interval import MB
 from megabit.training.memory import KINDS, megatron_bytes, peak_bytes, resident_bytes
 from megabit.training.shapes import RankShape
-from megabit.training.step import TrainingState
-from megabit.training.traffic import megatron_traffic, total_traffic
+from megabit.training.step import StepReport, TrainingState
+from megabit.training.traffic import StepKind, megatron_traffic, total_traffic
 
 MIB = 2**20
 
 
-def take_account(state: TrainingState, metrics: IntervalMetrics, steps: int) -> Accounting:
-    """Of the ``steps`` of an interval, whose ``metrics`` have what was sent, and of the memory of
+def take_account(
+    state: TrainingState, metrics: IntervalMetrics, reports: Sequence[StepReport]
+) -> Accounting:
+    """Of the steps of an interval, whose ``metrics`` have what was sent, and of the memory of
     the rank that keeps most, or that differs most from what it should; collective over the world.
     """
     world = state.mesh.world
     expected_sent: defaultdict[str, float] = defaultdict(float)
-    for is_skipped, count in ((False, steps - metrics.skipped), (True, metrics.skipped)):
-        if count:
-            sent = total_traffic(state.config, world.size, state.plan, is_skipped)
-            for key, total in sent.items():
-                expected_sent[" ".join(key)] += count / steps * total / MB
-    by_rank = all_gather(_own_memory(state).unsqueeze(0), world) / MIB
+    for kind, count in Counter(map(_kind_of, reports)).items():
+        for key, total in total_traffic(state.config, world.size, state.plan, kind).items():
+            expected_sent[" ".join(key)] += count / len(reports) * total / MB
+    own_memory = _own_memory(state, reports[-1].next_share)
+    by_rank = all_gather(own_memory.unsqueeze(0), world) / MIB
     off_by = (by_rank[:, 0] - by_rank[:, 1]).abs().sum(-1)
     rank = int((off_by if off_by.any() else by_rank[:, 0].sum(-1)).argmax())
     measured, expected = by_rank[rank].tolist()
@@ -51,12 +54,26 @@ def largest_peak_mib(mesh: ParallelMesh) -> float:
     return int(all_reduce(peak, mesh.world, "max")) / MIB
 
 
-def _own_memory(state: TrainingState) -> torch.Tensor:
-    """Bytes that this rank keeps by kind, fp64 ``[2, kinds]``: measured and expected."""
+def _kind_of(report: StepReport) -> StepKind:
+    return StepKind(
+        batch_size=report.batch_size,
+        is_finite=math.isfinite(report.grad_norm),
+        is_updated=report.is_updated,
+        quantization=report.quantization,
+        next_share=report.next_share,
+    )
+
+
+def _own_memory(state: TrainingState, share: float) -> torch.Tensor:
+    """Bytes that this rank keeps by kind, fp64 ``[2, kinds]``: measured and expected.
+
+    Args:
+        share: λ of the weights that are published.
+    """
     world, optimizer, device = state.mesh.world, state.optimizer, state.mesh.device
     measured = optimizer.nbytes()
     shape = RankShape(state.config, world.size, world.rank, state.plan)
-    expected = resident_bytes(shape, device, has_updated=optimizer.updates > 0)
+    expected = resident_bytes(shape, device, has_updated=optimizer.updates > 0, share=share)
     assert measured.keys() == expected.keys()
     rows = [[kinds[kind] for kind in KINDS] for kinds in (measured, expected)]
     return torch.tensor(rows, dtype=torch.float64, device=device)

@@ -4,10 +4,12 @@ With P the elements that each of d DP ranks has of a stage's tensors (``Held.par
 bytes of fp32 (fp64 if compute is):
 
 - codes: 2 bits for each ternary weight, in whole tiles of the layout that the device computes with;
-- dense weights: each matrix in ``precision.compute``, each gain in w bytes;
+- dense weights: each matrix in ``precision.compute``, each gain in w bytes; while λ < 1 ternary
+  weights are among the matrices, and there are no codes;
 - gradients: d·P·w, the sums that microbatches add to (``zero_stage`` 2: of gains only), and with
   DP the sums over ranks beside them at the end of backward: P·w, or d·P·w with ``zero_stage`` 0;
-- masters: P·w, or d·P·w with ``zero_stage`` 0; moments: twice as much.
+- masters: P·w, or d·P·w with ``zero_stage`` 0; moments: twice as much, or with Muon, of layers'
+  matrices, as much.
 
 Activations, buffers that travel (a bucket's for as long as it does: with a slow network, up to d·P
 gradients on the wire) and the libraries themselves are in the process' peak, which is measured
@@ -29,17 +31,21 @@ KINDS = ("codes", "dense weights", "gradients", "masters", "moments")
 
 
 def resident_bytes(
-    shape: RankShape, device: torch.device, has_updated: bool = True
+    shape: RankShape, device: torch.device, has_updated: bool = True, share: float = 1.0
 ) -> dict[str, int]:
     """Bytes by kind after a step.
 
     Args:
         has_updated: whether any step has changed weights; moments begin with the first that does.
+        share: λ of the next step.
     """
     total = dict.fromkeys(KINDS, 0)
     for held in shape.parameters():
-        for kind, num_bytes in _resident(held, shape, device).items():
+        for kind, num_bytes in _resident(held, shape, device, share).items():
             total[kind] += num_bytes
+    if shape.config.optim.name == "muon":
+        for held in shape.layer_matrices():  # have a momentum in place of two moments
+            total["moments"] -= _resident(held, shape, device, share)["masters"]
     return total if has_updated else {**total, "moments": 0}
 
 
@@ -57,15 +63,15 @@ def peak_bytes(device: torch.device) -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _resident(held: Held, shape: RankShape, device: torch.device) -> dict[str, int]:
+def _resident(held: Held, shape: RankShape, device: torch.device, share: float) -> dict[str, int]:
     dp, wide = shape.dp, shape.wide_bytes
     all_parts = dp * held.part(dp) * wide
     masters = held.part(dp) * wide if shape.is_sharded else all_parts
     codes = dense = 0
     match held.kind:
-        case "ternary":
+        case "ternary" if share == 1:
             codes = _codes(held, device)
-        case "matrix":
+        case "ternary" | "matrix":
             dense = held.numel * shape.compute_bytes
         case "gain" | "partial gain":
             dense = held.numel * wide

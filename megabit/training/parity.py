@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megabit.checkpoint import MASTER_KINDS
 from megabit.config import SCHEDULE_CHUNKS, Config, find_problems
 from megabit.data.batches import Batch
 from megabit.data.corpus import check_vocab, load_corpus, read_manifest
@@ -149,7 +150,8 @@ class Record:
     weights: dict[str, Tensor]
     """Master weights after the last step"""
     moments: dict[str, Tensor]
-    """AdamW's, after the last step; names begin with ``exp_avg/`` or ``exp_avg_sq/``"""
+    """After the last step; names begin with ``exp_avg/`` or ``exp_avg_sq/``, Muon's with
+    ``momentum/``"""
     codes: dict[str, Tensor]
     """After the last step"""
 
@@ -378,7 +380,7 @@ def _run_rank(config: Config, mesh: ParallelMesh, steps: int, samples: SampleSou
         [report.loss for report in reports],
         [report.grad_norm for report in reports],
         weights=_owned(state, {"master": ""}),
-        moments=_owned(state, {"exp_avg": "exp_avg/", "exp_avg_sq": "exp_avg_sq/"}),
+        moments=_owned(state, {kind: f"{kind}/" for kind in MASTER_KINDS if kind != "master"}),
         codes=_owned_codes(state),
     )
 
@@ -412,10 +414,13 @@ def _first_logits(state: TrainingState, batch: Batch) -> Tensor | None:
 
 
 def _owned(state: TrainingState, kinds: dict[str, str]) -> _Owned:
-    """What this rank alone reports of the optimizer's ``kinds``, which map to prefixes of names."""
+    """What this rank alone reports of the optimizer's ``kinds``, which map to prefixes of names,
+    where there are any."""
     owned: _Owned = {}
     for piece in state.optimizer.pieces(owned=True):
         for kind, prefix in kinds.items():
+            if kind not in piece.tensors:
+                continue
             part = piece.shard, piece.index, piece.tensors[kind].clone()
             owned.setdefault(prefix + piece.name, []).append(part)
     return owned

@@ -3,7 +3,8 @@
 Saved are master weights and moments, as parts of logical tensors, the step, and the settings. Codes
 and scales are derived from the masters when a run goes on; the learning rate follows from the step,
 the data's order from the seed and the samples consumed, and dropout and stochastic rounding from
-the seed and the step: there is no other state, and no generator whose state would have to be kept.
+the seed and the step: there is no generator whose state would have to be kept. The few numbers that
+are kept beside the weights are in ``progress``.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from megabit.checkpoint import (
     on_all_ranks,
 )
 from megabit.config import Config, leaves
+from megabit.data.step_plan import StepPlan
 from megabit.errors import UserError
 from megabit.training.step import TrainingState
 
@@ -35,7 +37,10 @@ def manifest_of(state: TrainingState, step: int, corpus_fingerprint: str) -> Man
         run={
             "config": dataclasses.asdict(config),
             "corpus": corpus_fingerprint,
-            "consumed_samples": step * config.train.global_batch_size,
+            "consumed_samples": state.steps.samples_before(step),
+            "quantization_share": state.quantization_of(step).share,
+            "state": state.progress.state(),
+            "measures": state.progress.measures(),
             "layout": {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size},
         },
     )
@@ -69,7 +74,8 @@ def check_resumable(config: Config, checkpoint: Checkpoint, corpus_fingerprint: 
             f"{path}: holds codes and scales only, which cannot resume a run; "
             "use a training checkpoint"
         )
-    saved = dict(leaves(manifest.run.get("config")))
+    # What an older release did not know of was as it is by default.
+    saved = dict(leaves(dataclasses.asdict(Config()))) | dict(leaves(manifest.run.get("config")))
     own = dict(leaves(dataclasses.asdict(config)))
     problems = [
         f"{key}: the run in {path} has {saved.get(key)!r}, not {own[key]!r}; "
@@ -82,14 +88,15 @@ def check_resumable(config: Config, checkpoint: Checkpoint, corpus_fingerprint: 
             f"data.dir: {config.data.dir} is not the corpus that {path} was trained on; "
             "prepare that one again, or use another run.dir"
         )
-    consumed = manifest.run.get("consumed_samples")
-    if not problems and consumed != manifest.step * config.train.global_batch_size:
+    consumed, steps = manifest.run.get("consumed_samples"), StepPlan.of(config)
+    if not problems and consumed != steps.samples_before(manifest.step):
         problems.append(
             f"{path}: has consumed {consumed} samples, which is not step {manifest.step} of a run"
         )
-    if manifest.step > config.train.steps:
+    if manifest.step > steps.steps:
+        key = "train.steps" if config.train.tokens is None else "train.tokens"
         problems.append(
-            f"train.steps: {config.train.steps} is less than the {manifest.step} steps that the "
+            f"{key}: {steps.steps} steps are fewer than the {manifest.step} that the "
             f"run in {path} has done; use at least as many, or another run.dir"
         )
     if problems:
@@ -100,7 +107,8 @@ def check_resumable(config: Config, checkpoint: Checkpoint, corpus_fingerprint: 
 def restore(state: TrainingState, checkpoint: Checkpoint) -> int:
     """Load a checkpoint that was verified; returns the number of steps done. Collective.
 
-    Each rank reads its own slices, whatever the layout that wrote them.
+    Each rank reads its own slices, whatever the layout that wrote them. What belongs to the weights
+    in ``state.progress`` goes with them; the measures of the guard do not.
     """
     optimizer = state.optimizer
     optimizer.begin_restore(checkpoint.manifest.updates)
@@ -113,8 +121,10 @@ def restore(state: TrainingState, checkpoint: Checkpoint) -> int:
                         reader.read_into(piece.tensors[kind], f"{kind}/{piece.name}", piece.index)
 
     on_all_ranks(read, state.mesh)
-    optimizer.publish()
-    return checkpoint.manifest.step
+    step = checkpoint.manifest.step
+    state.progress.restore_state(checkpoint.manifest.run.get("state", {}))
+    optimizer.publish(state.quantization_of(step).share)
+    return step
 
 
 def _is_identity(key: str) -> bool:
@@ -126,6 +136,12 @@ def _is_identity(key: str) -> bool:
         "precision.compute",
         "data.seq_length",
         "parallel.exact",
+        "data.skip_samples",
         "train.global_batch_size",
+        "train.batch_ramp_start",
+        "train.batch_ramp_increment",
+        "train.batch_ramp_tokens",
         "train.seed",
+        "optim.name",
+        "loss.objective",
     )

@@ -10,7 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megabit.checkpoint import CheckpointStore, Manifest, Part, Retention, Saved
+from megabit.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    Manifest,
+    Part,
+    Retention,
+    Saved,
+)
 from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.errors import RunError
@@ -47,23 +54,46 @@ class Saver:
         self.store.close()
         self.snapshots.close()
 
+    def before(self, step: int) -> None:
+        """Before the first step of a run: have something that the guard can go back to."""
+        rules = self.state.config.guard.rules
+        if self.store.durable_step < 0 and any(rule.action == "rollback" for rule in rules):
+            self.save_now(step)
+            self.finish()
+
     def after_step(self, step: int) -> None:
         """Begin what is due after ``step`` steps, and go on with what is under way."""
         config = self.state.config.checkpoint
         if config.save_interval and step % config.save_interval == 0:
-            self._save(step)
-        if config.snapshot_interval and step % config.snapshot_interval == 0:
+            self.save_now(step)
+        is_ternary = self.state.quantization_of(step).share == 1
+        if config.snapshot_interval and step % config.snapshot_interval == 0 and is_ternary:
             self._snapshot(step)
         self._tell(self.store, self.store.poll())
         self._tell(self.snapshots, self.snapshots.poll())
 
     def conclude(self, step: int) -> None:
         """Wait for what is under way, and have a checkpoint of ``step``, the last one."""
+        self.finish()
+        if self.store.durable_step < step:
+            self.save_now(step)
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
         self._tell(self.snapshots, self.snapshots.finish())
         self._tell(self.store, self.store.finish())
-        if self.store.durable_step < step:
-            self._save(step)
-            self._tell(self.store, self.store.finish())
+
+    def newest(self) -> Checkpoint:
+        """The newest checkpoint, verified.
+
+        Raises:
+            RunError: there is none.
+        """
+        checkpoint = self.store.find(self.state.config.checkpoint.auto_fallback, self.say)
+        if checkpoint is None:
+            raise RunError(f"{self.store.folder.path}: there is no checkpoint to go back to")
+        return checkpoint
 
     def require(self, step: int) -> None:
         """Refuse to pretend that ``step``, the last one, is saved.
@@ -77,7 +107,8 @@ class Saver:
                 "what went wrong is told above"
             )
 
-    def _save(self, step: int) -> None:
+    def save_now(self, step: int) -> None:
+        """Begin a checkpoint of ``step``."""
         manifest = manifest_of(self.state, step, self.corpus.fingerprint)
         self._begin(self.store, manifest, training_parts(self.state))
 

@@ -155,6 +155,11 @@ class RankShape:
         if is_apart and tied and self.has_embedding and self.has_head:
             yield Held("second use", embedding.rows, embedding.columns)
 
+    def layer_matrices(self) -> Iterator[Held]:
+        """Those of ``parameters`` that are matrices of layers."""
+        for _ in self.layers:
+            yield from (held for held in self._layer() if held.kind in ("ternary", "matrix"))
+
     def recomputing_layers(self) -> int:
         """Layers of this rank that compute something again backward."""
         train = self.config.train

@@ -22,10 +22,16 @@ head                   SP: all-gather T·H·c                  all-reduce T·H·
 loss                   all-reduce T·w, all-gather T·(A+r)·w
 =====================  ====================================  =====================================
 
+Label smoothing gathers T·A·w more for the loss. ``norm_placement: per_proj`` makes 5 column inputs
+and 8 other norms, ``prenorm`` no sub-norms, ``in_linear`` one other norm with a gain. Without
+sub-norms, and behind a Hadamard transform, an all-reduce of T·w gives the range of each row input;
+a4.8 takes one of 512·T for o's.
+
 ``exact16`` sends for a row output an all-to-all of ``2·T·H + 2·r`` (int16 and a flag) and, without
 SP, an all-gather of T·H·c, T being rounded up to a multiple of r; an overflow sends T·H·4 more,
 which is not expected. Recomputation repeats what a ternary layer sends for its column inputs, if it
-is ``full``, and a dense layer's row outputs.
+is ``full``, and a dense layer's row outputs. With full-precision activations, or at λ < 1 of a
+quantization ramp, a ternary layer sends what a dense one does.
 
 For each microbatch, over **pp**: T·H·c (SP: a TP rank's part) up from each stage but the last, and
 down from each but the first, where the other stage is on another rank. For each step a tied
@@ -36,16 +42,25 @@ into r parts by rows and these padded to 64: (r−1)·P gradients (2 or w bytes;
 matrices for each microbatch), and (r−1)·P weights: 1/4 byte of ternary ones, c of dense matrices, w
 of gains. zero_stage 0 sends (r−1)·P sums of w bytes instead of weights. Over tp the gradients of
 gains that ranks have for their own tokens; over the stage's ranks 16 bytes for each ternary tensor,
-for γ; and four numbers of 8 bytes: target tokens, loss, and two for the norm.
+for γ (8 KiB for a median); and six numbers of 8 bytes: tokens that count and all, objective and
+loss, and two for the norm.
+Ternary weights for a forward pass at λ < 1 travel as dense matrices do. What Muon sends over the
+stage's ranks is in ``muon_traffic``.
 """
 
+import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 from megabit.config import Config
 from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH
 from megabit.pipeline.plan import StagePlan
 from megabit.reduce import Purpose
+from megabit.tensor_parallel import TERNARY, Quantization
+from megabit.tensor_parallel.activations import LEVELS
+from megabit.tensor_parallel.weight_scale import bytes_of_sums
+from megabit.training.muon_traffic import sent_updates
 from megabit.training.shapes import Held, RankShape
 
 Sent = dict[tuple[str, str], float]
@@ -54,27 +69,60 @@ Sent = dict[tuple[str, str], float]
 Items = Iterator[tuple[str, Purpose, float]]
 """(axis, purpose, bytes)"""
 
+COUNT_BYTES = 4
+"""Of a count of codes: int32."""
 NUMBER_BYTES = 8
 """Of what ranks agree on: int64 and fp64."""
-SCALE_BYTES = 16
-"""Of Σ|W|: two int64."""
 
 
-def step_traffic(shape: RankShape, is_skipped: bool = False) -> Sent:
-    """What a rank sends in a step; nothing that it sends none of.
+@dataclass(frozen=True)
+class StepKind:
+    """What the traffic of a step depends on, beside the configuration."""
 
-    Args:
-        is_skipped: the step's gradient was not finite, and no weight was changed.
+    batch_size: int | None = None
+    """Samples, over all ranks; None: ``train.global_batch_size``."""
+    is_finite: bool = True
+    """Whether the gradient is: of one that is not, no norm is taken."""
+    is_updated: bool = True
+    """Whether weights are changed."""
+    quantization: Quantization = TERNARY
+    """Of the step's forward passes."""
+    next_share: float = 1.0
+    """λ of those of the next step. If it is another one, weights are sent in any case."""
+
+    @property
+    def publishes(self) -> bool:
+        """Whether weights are sent."""
+        return self.is_updated or self.next_share != self.quantization.share
+
+    def of(self, config: Config) -> Config:
+        """``config`` with the step's batch size."""
+        if self.batch_size is None or self.batch_size == config.train.global_batch_size:
+            return config
+        train = dataclasses.replace(config.train, global_batch_size=self.batch_size)
+        return dataclasses.replace(config, train=train)
+
+
+USUAL = StepKind()
+"""An update at λ = 1, with the whole batch."""
+
+
+def step_traffic(shape: RankShape, kind: StepKind = USUAL) -> Sent:
+    """What a rank sends in a step of such a kind; nothing that it sends none of.
+
+    ``shape`` is of the step's batch size (``StepKind.of``).
     """
+    quantization = kind.quantization
     recomputing = shape.recomputing_layers()
     total: Sent = {}
     for times, items in (
         (shape.microbatches, _embedding_and_head(shape)),
-        (shape.microbatches * len(shape.layers), _layer(shape)),
-        (shape.microbatches * recomputing, _recomputed_layer(shape)),
+        (shape.microbatches * len(shape.layers), _layer(shape, quantization)),
+        (shape.microbatches * recomputing, _recomputed_layer(shape, quantization)),
         (shape.microbatches, _between_stages(shape)),
-        (1, chain(_gradients(shape), _agreement(shape, is_skipped))),
-        (0 if is_skipped else 1, _weights(shape)),
+        (1, chain(_gradients(shape), _agreement(shape, kind.is_finite))),
+        (int(kind.is_updated), _updates(shape)),
+        (int(kind.publishes), _weights(shape, kind.next_share)),
     ):
         for axis, purpose, num_bytes in items:
             if times * num_bytes:
@@ -83,17 +131,27 @@ def step_traffic(shape: RankShape, is_skipped: bool = False) -> Sent:
 
 
 def total_traffic(
-    config: Config, world_size: int, plan: StagePlan, is_skipped: bool = False
+    config: Config,
+    world_size: int,
+    plan: StagePlan,
+    kind: StepKind = USUAL,
 ) -> Sent:
-    """What all ranks together send in a step."""
+    """What all ranks together send in a step; see ``step_traffic``."""
+    config = kind.of(config)
     tp = config.parallel.tp
     dp = world_size // (tp * config.parallel.pp)
     total: Sent = {}
     for stage in range(0, world_size, tp * dp):
         for rank in range(stage, stage + tp):  # of the first DP rank; others send the same
-            sent = step_traffic(RankShape(config, world_size, rank, plan), is_skipped)
+            shape = RankShape(config, world_size, rank, plan)
+            sent = step_traffic(shape, kind)
             for key, num_bytes in sent.items():
-                total[key] = total.get(key, 0) + dp * num_bytes
+                if key[1] != "updates":  # of which each sends something else
+                    total[key] = total.get(key, 0) + dp * num_bytes
+        if kind.is_updated:
+            shape = RankShape(config, world_size, stage, plan)
+            for axis, purpose, num_bytes in _updates(shape, of_all=True):
+                total[axis, purpose] = total.get((axis, purpose), 0) + num_bytes
     return total
 
 
@@ -133,32 +191,64 @@ def _embedding_and_head(shape: RankShape) -> Items:
         yield "tp", "activation gradients", _sum_of_hidden(shape, shape.compute_bytes)
         yield "tp", "weight gradients", _gain_each_time(shape)
         yield "tp", "statistics", all_reduce(shape.tokens * wide, tp)
-        blocks_and_targets = model.num_attention_heads + tp
+        sums = 2 if shape.config.loss.label_smoothing else 1
+        blocks_and_targets = sums * model.num_attention_heads + tp
         yield "tp", "statistics", ring(shape.tokens * blocks_and_targets * wide, tp)
 
 
-def _layer(shape: RankShape) -> Items:
+def _layer(shape: RankShape, quantization: Quantization) -> Items:
     model, tp, tokens, wide = shape.config.model, shape.tp, shape.tokens, shape.wide_bytes
     dense = shape.compute_bytes
-    yield "tp", "activations", 2 * (_column_input(shape) + _row_output(shape))
+    codes = _multiplies_codes(shape, quantization)
+    inputs = _column_inputs(shape)
+    yield "tp", "activations", inputs * _column_input(shape, codes) + 2 * _row_output(shape, codes)
     # The terms of a tree are not rounded before it.
     dx = _sum_of_hidden(shape, wide if shape.is_exact else dense)
     dy = _all_tokens(shape, model.hidden_size * dense)
-    yield "tp", "activation gradients", 2 * (dx + dy)
+    yield "tp", "activation gradients", inputs * dx + 2 * dy
     if model.num_key_value_heads % tp:
         kv = model.num_key_value_heads * model.head_dim
         yield "tp", "activation gradients", all_reduce(2 * tokens * kv * dense, tp)
     forward, backward = 2, 1
     blocks = tokens * model.num_attention_heads * wide
-    yield "tp", "statistics", 2 * (forward + backward) * ring(blocks, tp)
-    yield "tp", "weight gradients", 2 * _gain_each_time(shape)
+    if model.norm_placement != "prenorm":
+        yield "tp", "statistics", 2 * (forward + backward) * ring(blocks, tp)
+    yield "tp", "statistics", _row_ranges(shape, quantization)
+    gains = {"subln": 2, "prenorm": 2, "in_linear": 0, "per_proj": 7}[model.norm_placement]
+    yield "tp", "weight gradients", gains * _gain_each_time(shape)
 
 
-def _recomputed_layer(shape: RankShape) -> Items:
+def _recomputed_layer(shape: RankShape, quantization: Quantization) -> Items:
+    codes = _multiplies_codes(shape, quantization)
     if shape.config.train.recompute == "full":
-        yield "tp", "activations", 2 * _column_input(shape)
-    if not shape.is_ternary:
-        yield "tp", "activations", 2 * _row_output(shape)
+        yield "tp", "activations", _column_inputs(shape) * _column_input(shape, codes)
+    if not codes:
+        yield "tp", "activations", 2 * _row_output(shape, codes)
+
+
+def _multiplies_codes(shape: RankShape, quantization: Quantization) -> bool:
+    """Whether a layer's products are those of int8 and codes, or of floating-point numbers."""
+    is_full = quantization.full_precision_activations or shape.config.model.activations == "full"
+    return shape.is_ternary and quantization.share == 1 and not is_full
+
+
+def _column_inputs(shape: RankShape) -> int:
+    """Of a layer: one for q, k and v, and one for gate and up, unless each has its own."""
+    return 5 if shape.config.model.norm_placement == "per_proj" else 2
+
+
+def _row_ranges(shape: RankShape, quantization: Quantization) -> float:
+    """For the ranges that o's and down's inputs are quantized in, unless a norm has told them."""
+    model = shape.config.model
+    is_full = quantization.full_precision_activations or model.activations == "full"
+    if is_full or not shape.is_ternary:
+        return 0
+    sent = 0.0
+    if model.norm_placement == "prenorm" or model.hadamard:
+        sent += 2 * all_reduce(shape.tokens * shape.wide_bytes, shape.tp)
+    if model.activations == "a4.8":
+        sent += all_reduce(shape.tokens * LEVELS * COUNT_BYTES, shape.tp)
+    return sent
 
 
 def _sum_of_hidden(shape: RankShape, element_bytes: int) -> float:
@@ -175,17 +265,15 @@ def _all_tokens(shape: RankShape, token_bytes: float) -> float:
     return ring(shape.tokens * token_bytes, shape.tp)
 
 
-def _column_input(shape: RankShape) -> float:
+def _column_input(shape: RankShape, codes: bool) -> float:
     """For q, k, v together, or gate and up."""
     hidden = shape.config.model.hidden_size
-    return _all_tokens(
-        shape, hidden + shape.wide_bytes if shape.is_ternary else hidden * shape.compute_bytes
-    )
+    return _all_tokens(shape, hidden + shape.wide_bytes if codes else hidden * shape.compute_bytes)
 
 
-def _row_output(shape: RankShape) -> float:
+def _row_output(shape: RankShape, codes: bool) -> float:
     """For o, or down."""
-    if not shape.is_ternary:
+    if not codes:
         return _sum_of_hidden(shape, shape.compute_bytes)
     if shape.config.parallel.row_reduce == "int32":
         return _sum_of_hidden(shape, 4)
@@ -234,25 +322,38 @@ def _gradients(shape: RankShape) -> Items:
         yield "pp", "weight gradients", all_reduce(held_parts * embedding.share(dp) * wide, 2)
 
 
-def _weights(shape: RankShape) -> Items:
+def _updates(shape: RankShape, of_all: bool = False) -> Items:
+    """For what Muon orthogonalises: of a rank, or of all ranks of its stage."""
+    if shape.config.optim.name != "muon":
+        return
+    by_rank = sent_updates(shape)
+    sent = by_rank[shape.rank % len(by_rank)]
+    if of_all:
+        sent = sum(by_rank) * (shape.tp * shape.dp // len(by_rank))
+    if sent:
+        yield "world" if shape.is_sharded else "tp", "updates", sent
+
+
+def _weights(shape: RankShape, share: float) -> Items:
     """For what layers compute with after an update."""
     parameters = list(shape.parameters())
-    scales = SCALE_BYTES * sum(held.kind == "ternary" for held in parameters)
+    scales = bytes_of_sums(shape.config.model.weight_scale)
+    scales *= sum(held.kind == "ternary" for held in parameters)
     if not shape.is_sharded:  # each DP rank makes all codes
         yield "tp", "scales", all_reduce(scales, shape.tp)
         return
     yield "world", "scales", all_reduce(scales, shape.tp * shape.dp)
     for held in parameters:
-        yield "dp", "weights", (shape.dp - 1) * _published_bytes(held, shape)
+        yield "dp", "weights", (shape.dp - 1) * _published_bytes(held, shape, share)
 
 
-def _published_bytes(held: Held, shape: RankShape) -> int:
+def _published_bytes(held: Held, shape: RankShape, share: float) -> int:
     """Of a DP rank's part, as it travels."""
     part = held.part(shape.dp)
     match held.kind:
-        case "ternary":
+        case "ternary" if share == 1:
             return held.code_part(shape.dp)
-        case "matrix":
+        case "ternary" | "matrix":
             return part * shape.compute_bytes
         case "second use":  # a gradient only
             return 0
@@ -260,11 +361,11 @@ def _published_bytes(held: Held, shape: RankShape) -> int:
             return part * shape.wide_bytes
 
 
-def _agreement(shape: RankShape, is_skipped: bool) -> Items:
+def _agreement(shape: RankShape, is_finite: bool) -> Items:
     """For the numbers that all ranks go by."""
-    targets_and_loss = 2
-    yield "dp", "control", targets_and_loss * all_reduce(NUMBER_BYTES, shape.dp)
-    yield "pp", "control", all_reduce(NUMBER_BYTES, shape.pp)  # the loss, to all stages
+    counts, sums = 2, 2  # of the tokens that count and of all; of the objective and the loss
+    yield "dp", "control", (counts + sums) * all_reduce(NUMBER_BYTES, shape.dp)
+    yield "pp", "control", sums * all_reduce(NUMBER_BYTES, shape.pp)  # to all stages
     # The largest gradient; if it is finite, the sum of squares.
-    norm = 1 if is_skipped else 2
+    norm = 2 if is_finite else 1
     yield "world", "control", norm * all_reduce(NUMBER_BYTES, shape.world_size)

@@ -12,78 +12,33 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megabit.checkpoint import Checkpoint, CheckpointStore
-from megabit.checkpoint.model_source import CHECKPOINTS, SNAPSHOTS
+from megabit.checkpoint import Checkpoint, CheckpointStore, on_all_ranks
 from megabit.config import Config, to_yaml
 from megabit.data.batches import BatchSource, Prefetcher
 from megabit.data.corpus import CorpusInfo, check_vocab, load_corpus
 from megabit.data.sampler import HeldOutWindows, TrainingSampler
-from megabit.errors import RunError, UserError
+from megabit.errors import UserError
 from megabit.files import write_text
 from megabit.mesh import ParallelMesh
-from megabit.model import num_parameters
 from megabit.reduce import any_rank, first_problem, is_same
-from megabit.telemetry import MetricsLog
+from megabit.telemetry import AlertBook, EvaluationMetrics, MetricsLog
+from megabit.telemetry.gpu import GpuWatch, open_gpu_reader
 from megabit.training import resume
-from megabit.training.accounting import largest_peak_mib, take_account
+from megabit.training.accounting import take_account
 from megabit.training.assets import keep_assets, kept_assets
 from megabit.training.describe import describe, stage_table
 from megabit.training.evaluate import Evaluation, evaluate
 from megabit.training.initial import begin_with, open_initial
 from megabit.training.interval import Interval
 from megabit.training.lock import RunLock
-from megabit.training.report import draw_curve
-from megabit.training.sample import sample_text
+from megabit.training.measures import Measures, Stopped
+from megabit.training.progress import MeasuresFile
+from megabit.training.results import conclude
+from megabit.training.run_files import RunFiles
 from megabit.training.saver import Saver, retention_of
 from megabit.training.step import StepReport, TrainingState, train_step
 from megabit.training.stop import StopSignal
 from megabit.training.timeline import gather_timeline, write_timeline
-
-MAX_SKIPS = 10
-"""Steps in a row without a finite gradient after which a run ends."""
-
-
-class TooManySkips(RunError):
-    """Training does not go on: no gradient is finite any more."""
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """The files in ``run.dir``."""
-
-    folder: Path
-
-    @property
-    def config(self) -> Path:
-        return self.folder / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def curve(self) -> Path:
-        return self.folder / "loss_curve.png"
-
-    @property
-    def summary(self) -> Path:
-        return self.folder / "summary.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / CHECKPOINTS
-
-    @property
-    def assets(self) -> Path:
-        return self.folder / "assets"
-
-    @property
-    def snapshots(self) -> Path:
-        return self.folder / SNAPSHOTS
-
-    @property
-    def timeline(self) -> Path:
-        return self.folder / "timeline"
 
 
 def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
@@ -97,13 +52,14 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
 
     Raises:
         UserError: the corpus, the checkpoint or ``run.dir`` does not fit the configuration.
-        RunError: training cannot go on.
+        RunError: training cannot go on; ``Stopped`` by the guard or by an alert.
     """
     _check_same_settings(config, mesh)
     corpus = open_corpus(config, mesh)
     sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
     windows = open_windows(config, corpus)
     files = RunFiles(Path(config.run.dir))
+    alerts = AlertBook(config.telemetry.alerts)
 
     def alert(problem: str) -> None:
         console.print(f"ALERT {problem}", highlight=False, markup=False, soft_wrap=True)
@@ -118,7 +74,11 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
                 f"run.dir: {files.folder} holds a run already; use another folder, or "
                 "run.resume=true"
             )
+        taken = on_all_ranks(MeasuresFile(files.measures).read, mesh)
         state, step, inherited = _begin(config, mesh, checkpoint, corpus)
+        if checkpoint is not None:
+            saved = checkpoint.manifest.run.get("measures", {})
+            state.progress.restore_measures(saved if taken is None else taken)
         lock.make_folder()
         log = _open_run(state, corpus, inherited, files, step, console)
         for line in describe(state, corpus, step):
@@ -129,10 +89,11 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         assets = kept_assets(files.assets) if mesh.is_main else {}
         snapshots = CheckpointStore(files.snapshots, mesh, retention_of(config))
         saver = Saver(state, store, snapshots, corpus, assets, log.say)
-        trainer = Trainer(state, corpus, windows, saver, log, files)
+        trainer = Trainer(state, corpus, windows, saver, alerts, log, files)
         with log, saver:
+            saver.before(step)
             step = trainer.run(sampler, step)
-            if step < config.train.steps:
+            if step < state.steps.steps:
                 saver.require(step)
                 log.say(
                     f"Stopped after step {step}, saved in {files.checkpoints}. "
@@ -141,6 +102,7 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
                 return False
             log.say("Evaluating on all held-out text")
             result = trainer.evaluate(step)
+            assert result is not None, "the second half of a run is ternary"
         conclude(state, corpus, result, files, console)
         saver.require(step)
         return True
@@ -202,17 +164,18 @@ def _open_run(
     config, mesh = state.config, state.mesh
     log, problem = None, None
     try:
-        if mesh.is_main:
-            write_text(files.config, to_yaml(config))
-            keep_assets(files.assets, corpus, inherited)
+        # First: a sink that is refused is, before anything is written.
         log = MetricsLog(
             files.metrics if mesh.is_main else None,
             step,
-            config.train.steps,
+            state.steps.steps,
             console,
-            config.run.wandb_project,
+            config.telemetry,
             dataclasses.asdict(config),
         )
+        if mesh.is_main:
+            write_text(files.config, to_yaml(config))
+            keep_assets(files.assets, corpus, inherited)
     except OSError as error:
         problem = f"run.dir: cannot write {files.folder} ({error.strerror})"
     except UserError as error:
@@ -231,143 +194,99 @@ class Trainer:
     corpus: CorpusInfo
     windows: HeldOutWindows
     saver: Saver
+    alerts: AlertBook
     log: MetricsLog
     files: RunFiles
 
     def run(self, sampler: TrainingSampler, step: int) -> int:
-        """Train from ``step`` steps done; returns the steps done when it ended or was stopped."""
-        config, mesh = self.state.config.train, self.state.mesh
-        batch_size = config.global_batch_size
-        source = BatchSource(
-            sampler, batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size
-        )
-        prefetcher = Prefetcher(
-            source, step * batch_size, batch_size, self.state.config.data.prefetch
-        )
-        interval = Interval(self.state)
-        skips = 0
+        """Train from ``step`` steps done; returns the steps done when it ended or was stopped.
+
+        Raises:
+            Stopped: a rule of the guard, or an alert, has ended the run; it is saved then.
+        """
+        config, mesh, steps = self.state.config.train, self.state.mesh, self.state.steps.steps
+        measures = Measures(self.state, self.saver, self.log, self.files)
+        gpu = GpuWatch(open_gpu_reader(mesh.device, self.log.say))
+        reader = self.read_ahead(sampler, step)
+        interval = Interval(self.state, gpu)
         try:
             with StopSignal(mesh.world, mesh.device) as stop:
-                while step < config.steps and not stop.agreed():
+                while step < steps and not stop.agreed():
                     interval.begin_step()
-                    report = train_step(self.state, prefetcher.next(), step)
+                    batch = reader.next()
+                    interval.has_batch()
+                    is_logged = _is_due(step + 1, config.log_interval) or step + 1 == steps
+                    report = train_step(self.state, batch, step, is_probed=is_logged)
                     interval.end_step(report)
-                    skips = self._check_skipped(report, step, skips)
+                    if measures.take(report, step):
+                        step = measures.roll_back(step)
+                        reader.close()
+                        reader = self.read_ahead(sampler, step)
+                        interval = Interval(self.state, gpu)
+                        continue
                     step += 1
                     self.log.advance(step)
-                    if _is_due(step, config.log_interval) or step == config.steps:
-                        metrics = interval.metrics(step, self.corpus.train)
-                        account = take_account(self.state, metrics, interval.steps)
-                        self.log.interval(metrics, account)
-                        if self.state.config.telemetry.trace:
-                            self.trace(report, step)
-                        interval = Interval(self.state)
-                    if _is_due(step, config.eval_interval) and step < config.steps:
+                    if is_logged:
+                        self.report(interval, report, step)
+                        interval = Interval(self.state, gpu)
+                    if _is_due(step, config.eval_interval) and step < steps:
                         self.evaluate(step, config.eval_samples)
                     self.saver.after_step(step)
                 self.saver.conclude(step)
-        except TooManySkips:
-            self.saver.conclude(step)  # the weights are still good
+        except Stopped as stopped:
+            self.saver.conclude(stopped.step)  # the weights are still good
             raise
         finally:
-            prefetcher.close()
+            reader.close()
         return step
 
-    def _check_skipped(self, report: StepReport, step: int, skips: int) -> int:
-        """How many steps in a row have been skipped; says so, and gives up after too many."""
-        if not report.is_skipped:
-            return 0
-        self.log.say(f"step {step + 1:>6}  skipped: its gradient is infinite or not a number")
-        if skips + 1 == MAX_SKIPS:
-            raise TooManySkips(
-                f"step {step + 1}: the gradients of {MAX_SKIPS} steps in a row were infinite or "
-                f"not a number; the weights stay those after step {step + 1 - MAX_SKIPS}. "
-                "Lower optim.lr, or look at the data of these steps"
-            )
-        return skips + 1
+    def read_ahead(self, sampler: TrainingSampler, step: int) -> Prefetcher:
+        """The batches from ``step`` on."""
+        state, mesh = self.state, self.state.mesh
+        source = BatchSource(
+            sampler,
+            state.steps,
+            state.config.train.micro_batch_size,
+            mesh.dp.rank,
+            mesh.dp.size,
+            state.progress.left_out,
+        )
+        return Prefetcher(source, step, state.config.data.prefetch)
 
-    def evaluate(self, step: int, limit: int | None = None) -> Evaluation:
-        """Held-out loss after ``step`` steps, on ``limit`` windows or on all text."""
+    def report(self, interval: Interval, report: StepReport, step: int) -> None:
+        """Log the interval that ends after ``step`` steps, and act on alerts."""
+        metrics = interval.metrics(step, self.corpus.train)
+        self.log.interval(metrics, take_account(self.state, metrics, interval.reports))
+        if self.state.config.telemetry.trace:
+            self.trace(report, step)
+        for alert in self.alerts.judge(metrics.row()):
+            self.log.event(alert.event(step))
+            if alert.rule.action == "checkpoint":
+                self.saver.save_now(step)
+            elif alert.rule.action == "stop":
+                raise Stopped(step, f"step {step}: {alert.text}; telemetry.alerts says stop")
+
+    def evaluate(self, step: int, limit: int | None = None) -> Evaluation | None:
+        """Held-out loss after ``step`` steps, on ``limit`` windows or on all text; None while the
+        model is not ternary yet."""
+        share = self.state.quantization_of(step).share
+        if share < 1:
+            self.log.say(f"step {step:>6}  not evaluated: λ = {share:.2f}, it is not ternary yet")
+            return None
         result = evaluate(self.state, self.windows, self.corpus.held_out, limit)
-        self.log.evaluation(step, result.loss, result.bits_per_byte)
+        self.log.evaluation(EvaluationMetrics(step, result.loss, result.bits_per_byte))
         return result
 
     def trace(self, report: StepReport, step: int) -> None:
         """Write the timeline of the step that was just done; collective over the pipeline."""
-        mesh, schedule = self.state.mesh, self.state.plan.schedule
-        timeline = gather_timeline(report.pipeline.spans, schedule.placement, mesh.pp, mesh.device)
+        mesh, placement = self.state.mesh, self.state.plan.schedule.placement
+        timeline = gather_timeline(report.pipeline.spans, placement, mesh.pp, mesh.device)
         if mesh.is_main:
             name = self.state.config.parallel.schedule
             folder = self.files.timeline
             self.log.try_to_write(
                 folder, lambda: self.log.say(write_timeline(timeline, folder, step, name))
             )
-
-
-def conclude(
-    state: TrainingState,
-    corpus: CorpusInfo,
-    result: Evaluation,
-    files: RunFiles,
-    console: Console,
-) -> None:
-    """Sample text, draw the curve and write the summary of a finished run; collective."""
-    config, mesh = state.config, state.mesh
-    sample = None
-    if config.run.sample_tokens:
-        sample = sample_text(
-            state.stages,
-            state.plan.schedule.placement,
-            corpus.load_tokenizer(),
-            mesh,
-            config.run.sample_prompt,
-            config.run.sample_tokens,
-            config.data.seq_length,
-            seed=config.train.seed,
-        )
-        console.rule("sample")
-        console.print(sample, markup=False, highlight=False, soft_wrap=True)
-        console.rule()
-    peak_memory_mib = largest_peak_mib(mesh)
-    if not mesh.is_main:
-        return
-    try:
-        _write_results(state, result, sample, peak_memory_mib, files)
-    except OSError as error:
-        raise RunError(
-            f"{files.folder}: cannot write the curve and the summary ({error})"
-        ) from error
-    console.print(
-        f"Held-out bits per byte: {result.bits_per_byte:.4f}\n"
-        f"Curve: {files.curve}\nSummary: {files.summary}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _write_results(
-    state: TrainingState,
-    result: Evaluation,
-    sample: str | None,
-    peak_memory_mib: float,
-    files: RunFiles,
-) -> None:
-    """The curve and the summary."""
-    config, mesh = state.config, state.mesh
-    layout = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
-    title = " × ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-    draw_curve(files.metrics, files.curve, f"{config.model.linear}, {title}")
-    summary = {
-        "steps": config.train.steps,
-        "parameters": num_parameters(config.model),
-        "layout": layout,
-        "peak_memory_mib": round(peak_memory_mib, 1),
-        "held_out_loss": result.loss,
-        "held_out_bits_per_byte": result.bits_per_byte,
-        "held_out_tokens": result.num_tokens,
-        "sample": sample,
-    }
-    write_text(files.summary, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
 
 def _is_due(step: int, every: int) -> bool:

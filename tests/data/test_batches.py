@@ -11,6 +11,7 @@ import torch
 from megabit.data.batches import Batch, BatchSource, Prefetcher, held_out_batches
 from megabit.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megabit.data.sampler import HeldOutWindows, TrainingSampler
+from megabit.data.step_plan import SampleWindows, StepPlan
 
 S = 4
 END = 60_000
@@ -29,9 +30,30 @@ def sampler(dataset: IndexedDataset) -> TrainingSampler:
     return TrainingSampler(dataset, S, seed=5)
 
 
-def step(sampler: TrainingSampler, consumed: int, micro: int, dp: int) -> list[list[int]]:
+def source_of(
+    sampler: TrainingSampler,
+    size: int,
+    micro: int,
+    rank: int = 0,
+    dp: int = 1,
+    ramp: tuple[int, ...] = (),
+    left_out: SampleWindows | None = None,
+) -> BatchSource:
+    plan = StepPlan(ramp, size, S, steps=1000)
+    return BatchSource(sampler, plan, micro, rank, dp, left_out or SampleWindows())
+
+
+def step(
+    sampler: TrainingSampler,
+    number: int,
+    micro: int,
+    dp: int,
+    ramp: tuple[int, ...] = (),
+    left_out: SampleWindows | None = None,
+) -> list[list[int]]:
     """The samples of a step of 24, in the order of the ranks."""
-    batches = [BatchSource(sampler, 24, micro, rank, dp).batch(consumed) for rank in range(dp)]
+    sources = [source_of(sampler, 24, micro, rank, dp, ramp, left_out) for rank in range(dp)]
+    batches = [source.batch(number) for source in sources]
     inputs = torch.cat([batch.inputs.reshape(-1, S) for batch in batches])
     targets = torch.cat([batch.targets.reshape(-1, S) for batch in batches])
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -39,7 +61,7 @@ def step(sampler: TrainingSampler, consumed: int, micro: int, dp: int) -> list[l
 
 
 def test_shapes_and_dtypes(sampler: TrainingSampler) -> None:
-    batch = BatchSource(sampler, 24, 3, dp_rank=1, dp_size=2).batch(0)
+    batch = source_of(sampler, 24, 3, rank=1, dp=2).batch(0)
     for tensor, dtype in (
         (batch.inputs, torch.int64),
         (batch.targets, torch.int64),
@@ -54,15 +76,35 @@ def test_shapes_and_dtypes(sampler: TrainingSampler) -> None:
 def test_no_layout_changes_the_samples_of_a_step(
     sampler: TrainingSampler, micro: int, dp: int
 ) -> None:
-    for consumed in (0, 24, 72, 24 * 40):  # the last ones lie in later epochs
-        expected = [sampler.sample(consumed + i).tolist() for i in range(24)]
-        assert step(sampler, consumed, micro, dp) == expected
+    for number in (0, 1, 3, 40):  # the last ones lie in later epochs
+        expected = [sampler.sample(24 * number + i).tolist() for i in range(24)]
+        assert step(sampler, number, micro, dp) == expected
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_a_ramp_takes_the_samples_in_the_same_order(sampler: TrainingSampler, dp: int) -> None:
+    seen = []
+    for number in range(4):
+        seen += step(sampler, number, 2, dp, ramp=(8, 8, 16))
+    assert seen == [sampler.sample(n).tolist() for n in range(8 + 8 + 16 + 24)]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_what_is_left_out_is_not_seen_and_the_rest_moves_up(
+    sampler: TrainingSampler, dp: int
+) -> None:
+    left_out = SampleWindows.of([10, 13, 30, 60])
+    seen = []
+    for number in range(3):
+        seen += step(sampler, number, 2, dp, left_out=left_out)
+    numbers = [n for n in range(200) if n not in (10, 11, 12) and not 30 <= n < 60]
+    assert seen == [sampler.sample(n).tolist() for n in numbers[:72]]
 
 
 def test_another_dp_at_a_resume_loses_and_repeats_nothing(sampler: TrainingSampler) -> None:
     seen = []
     for number, dp in enumerate((2, 2, 4, 1, 3)):
-        seen += step(sampler, 24 * number, 1, dp)
+        seen += step(sampler, number, 1, dp)
     assert seen == [sampler.sample(n).tolist() for n in range(24 * 5)]
 
 
@@ -71,7 +113,7 @@ def test_refuses_an_impossible_deal(
     sampler: TrainingSampler, micro: int, rank: int, dp: int
 ) -> None:
     with pytest.raises(ValueError, match="cannot deal 24 samples"):
-        BatchSource(sampler, 24, micro, rank, dp)
+        source_of(sampler, 24, micro, rank, dp)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 7])
@@ -104,11 +146,11 @@ class FakeSource(BatchSource):
         self.breaks_at = breaks_at
         self.reads: list[int] = []
 
-    def batch(self, consumed: int) -> Batch:
-        self.reads.append(consumed)
-        if consumed == self.breaks_at:
+    def batch(self, step: int) -> Batch:
+        self.reads.append(step)
+        if step == self.breaks_at:
             raise FloatingPointError("broken")
-        number = torch.tensor(consumed)
+        number = torch.tensor(step)
         return Batch(number, number, number)
 
 
@@ -120,16 +162,16 @@ def wait_until_it_has_read(source: FakeSource, count: int) -> None:
 
 
 def test_prefetcher_keeps_the_order(sampler: TrainingSampler) -> None:
-    prefetcher = Prefetcher(BatchSource(sampler, 8, 2, 0, 1), 16, 8, depth=3)
-    for consumed in range(16, 16 + 8 * 20, 8):
-        expected = BatchSource(sampler, 8, 2, 0, 1).batch(consumed)
+    prefetcher = Prefetcher(source_of(sampler, 8, 2), 2, depth=3)
+    for number in range(2, 22):
+        expected = source_of(sampler, 8, 2).batch(number)
         assert torch.equal(prefetcher.next().inputs, expected.inputs)
     prefetcher.close()
 
 
 def test_prefetcher_reads_no_further_than_its_depth() -> None:
     source = FakeSource()
-    prefetcher = Prefetcher(source, 0, 1, depth=2)
+    prefetcher = Prefetcher(source, 0, depth=2)
     wait_until_it_has_read(source, 3)  # two ready, one in hand
     time.sleep(0.05)
     assert source.reads == [0, 1, 2]
@@ -141,7 +183,7 @@ def test_prefetcher_reads_no_further_than_its_depth() -> None:
 def test_prefetcher_closes_when_full_and_twice() -> None:
     source = FakeSource()
     before = threading.active_count()
-    prefetcher = Prefetcher(source, 0, 1, depth=1)
+    prefetcher = Prefetcher(source, 0, depth=1)
     wait_until_it_has_read(source, 2)
     prefetcher.close()
     prefetcher.close()
@@ -151,7 +193,7 @@ def test_prefetcher_closes_when_full_and_twice() -> None:
 
 
 def test_prefetcher_raises_where_the_source_broke() -> None:
-    prefetcher = Prefetcher(FakeSource(breaks_at=2), 0, 1, depth=4)
+    prefetcher = Prefetcher(FakeSource(breaks_at=2), 0, depth=4)
     assert [int(prefetcher.next().inputs) for _ in range(2)] == [0, 1]
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="broken"):

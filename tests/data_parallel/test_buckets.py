@@ -44,7 +44,6 @@ def make_buckets(
     bucket_mb: float = ALL_IN_ONE,
     zero_stage: int = 1,
     wire_dtype: torch.dtype = FP32,
-    blocks_per_step: int = 1,
 ) -> GradientBuckets:
     """Buckets that have taken over the gradients."""
     named = [(str(number), parameter, "matrix") for number, parameter in enumerate(parameters)]
@@ -55,7 +54,6 @@ def make_buckets(
         wire_dtype,
         reduces_each_microbatch=zero_stage == 2,
         gathers_sums=zero_stage == 0,
-        blocks_per_step=blocks_per_step,
     )
     gradients.collect()
     return gradients
@@ -262,9 +260,9 @@ def test_blocks_of_microbatches_are_a_tree_at_every_number_of_ranks(blocks: int)
         mesh, steps = make_mesh(), []
         parameters = make_parameters()
         own_blocks, own = blocks // mesh.dp.size, microbatches // mesh.dp.size
-        gradients = make_buckets(parameters, mesh, TWO_EACH, 0, blocks_per_step=own_blocks)
+        gradients = make_buckets(parameters, mesh, TWO_EACH, 0)
         for _ in range(2):  # what is left of one step does not get into the next
-            gradients.begin_step(own)
+            gradients.begin_step(own, own_blocks)
             for sample in samples(mesh.dp.rank, own):
                 loss(parameters, sample).backward()
             gradients.finish()

@@ -326,12 +326,6 @@ def test_a_section_that_megabit_has_not(folder: Path, section: str, values: Any)
     assert refusal(folder).startswith(f"config.json: {section}")
 
 
-def test_a_ternary_llama_has_no_sub_norms(tmp_path: Path) -> None:
-    save_random(tmp_path, replace(TINY, hidden_act="silu"), torch.bfloat16, "Llama")
-    quantize(tmp_path, BIT, torch.bfloat16)
-    assert "a ternary LlamaForCausalLM has no norms before o_proj" in refusal(tmp_path)
-
-
 def test_qwen2_has_biases(tmp_path: Path) -> None:
     model = replace(TINY, hidden_act="silu")
     save_random(tmp_path, model, torch.bfloat16, "Qwen2")

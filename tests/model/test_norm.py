@@ -58,6 +58,26 @@ def test_the_norm_of_torch(dtype: torch.dtype, tolerance: float) -> None:
     assert not absmax.requires_grad
 
 
+def test_a_norm_without_a_gain() -> None:
+    """That of torch and of gains of one; it writes neither to its input nor to its gradient."""
+    x, _, grad = inputs(71)
+    context = LayerContext.single()
+    norm = RMSNorm(whole(71, True), EPS, context, has_gain=False)
+    assert not [*norm.parameters()]
+    given = x.clone().requires_grad_()
+    values, absmax = norm(given)
+    kept = grad.clone()
+    (dx,) = torch.autograd.grad(values, given, grad)
+    assert torch.equal(given, x)
+    assert torch.equal(grad, kept)
+    x.requires_grad_()
+    expected, largest = norm_of(whole(71, True), torch.ones(71), context)(x)
+    assert torch.equal(values, expected)
+    assert torch.equal(absmax, largest)
+    assert torch.equal(dx, *torch.autograd.grad(expected, x, grad))
+    torch.testing.assert_close(values, F.rms_norm(x, (71,), None, EPS), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_absmax_is_that_of_the_values(dtype: torch.dtype) -> None:
     x, gain, _ = inputs(64, dtype)

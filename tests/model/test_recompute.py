@@ -17,7 +17,7 @@ from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStages, build_stages
 from megabit.model.decoder import LayerTraining
-from megabit.tensor_parallel import ForwardPass, Noise, bitlinear
+from megabit.tensor_parallel import ForwardPass, Noise, bitlinear, ternary_layers
 
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -213,10 +213,10 @@ def test_codes_stay_the_same_between_the_passes() -> None:
     expected = gradients_of(build_stages(at("none"), ParallelMesh()))
     stage = build_stages(at("full"), ParallelMesh())
     stage.ternarize()
-    codes = [layer.ternary() for layer in bitlinear.ternary_layers(stage)]
+    codes = [layer.ternary() for layer in ternary_layers(stage)]
     gradients = gradients_of(stage)
     assert all(torch.equal(gradients[name], value) for name, value in expected.items())
-    after = [layer.ternary() for layer in bitlinear.ternary_layers(stage)]
+    after = [layer.ternary() for layer in ternary_layers(stage)]
     assert all(a is b for a, b in zip(codes, after, strict=True))
 
 

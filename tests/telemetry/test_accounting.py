@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megabit.telemetry import Accounting, IntervalMetrics, MetricsLog
+from megabit.telemetry import Accounting, MetricsLog
 from megabit.telemetry.metrics import read_metrics
+from tests.telemetry.rows import metrics
 
 ACCOUNTING = Accounting(
     sent_by_purpose_mb={"tp activations": 1.5, "dp weight gradients": 1234.5678},
@@ -100,26 +101,15 @@ def test_the_log_keeps_it_beside_the_metrics(tmp_path: Path) -> None:
 
 
 def test_each_line_has_what_was_expected_and_a_difference_shows_all_again(tmp_path: Path) -> None:
-    metrics = IntervalMetrics(
-        step=5,
-        loss=2.5,
-        bits_per_byte=1.25,
-        grad_norm=0.5,
-        skipped=0,
-        lr=1e-3,
-        tokens_per_s=100.0,
-        zero_fraction=0.25,
-        sent_mb={"tp": 1.5, "pp": 0.0, "dp": 1234.5678},
-        sent_by_purpose_mb=ACCOUNTING.sent_by_purpose_mb,
-        bubble=0.0,
-    )
+    sent = {"tp": 1.5, "pp": 0.0, "dp": 1234.5678}
+    row = metrics(5, sent_mb=sent, sent_by_purpose_mb=ACCOUNTING.sent_by_purpose_mb)
     console = Console(file=io.StringIO(), width=200)
     assert isinstance(console.file, io.StringIO)
     differs = replace(ACCOUNTING, memory_mib={"codes": 0.5, "masters": 4.0})
     with MetricsLog(tmp_path / "metrics.jsonl", 0, 10, console, None, {}) as log:
         tables = []
         for account in (ACCOUNTING, ACCOUNTING, differs):
-            log.interval(metrics, account)
+            log.interval(row, account)
             tables.append(console.file.getvalue().count("What rank 3 keeps"))
     assert "MB tp 1.5/1.5 pp 0.0/0.0 dp 1234.6/1234.6  bubble" in console.file.getvalue()
     assert tables == [1, 1, 2]

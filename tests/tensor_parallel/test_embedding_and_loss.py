@@ -119,7 +119,7 @@ def losses_at(
     def run(axis: Axis) -> tuple[Tensor, Tensor]:
         rows = vocab.span(axis.rank, axis.size)
         own = logits[:, rows.start : rows.stop].clone().requires_grad_()
-        losses = vocab_parallel_cross_entropy(own, targets, rows, axis)
+        losses = vocab_parallel_cross_entropy(own, targets, rows, axis).objective
         losses.backward(grad.to(losses.dtype))
         assert own.grad is not None
         return losses.detach(), own.grad

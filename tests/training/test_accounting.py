@@ -34,7 +34,9 @@ def account(skip: int | None = None) -> list[tuple[Accounting, int]]:
             interval.end_step(train_step(state, batch, step))
         metrics = interval.metrics(3, SPLIT)
         assert metrics.skipped == (0 if skip is None else 1)
-        return take_account(state, metrics, interval.steps), sum(state.optimizer.nbytes().values())
+        return take_account(state, metrics, interval.reports), sum(
+            state.optimizer.nbytes().values()
+        )
 
     return run_ranks(run, 4)
 

@@ -1,6 +1,7 @@
 """What a log line says of a few steps, against what was seen while they ran."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,23 @@ from megabit.training.step import StepReport, TrainingState, train_step
 from tests.training.tiny import make_mesh, poisoned, tiny
 
 SPLIT = SplitInfo(documents=1, tokens=100, bytes=300)
+
+
+def report_of(pipeline: PipelineResult, **changes: Any) -> StepReport:
+    """Of a step that has run so."""
+    values: dict[str, Any] = {
+        "loss": 1.0,
+        "objective": 1.0,
+        "num_tokens": 10,
+        "batch_size": 8,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "quantization_share": 1.0,
+        "loss_scale": 1.0,
+        "is_updated": True,
+    }
+    return StepReport(pipeline=pipeline, **{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -86,7 +104,7 @@ def test_the_bubble_is_idle_time_for_each_unit_of_computing(pp: int, bubble: flo
             pipeline = PipelineResult([], spans, seconds)
             assert pipeline.wait_s == pytest.approx(seconds - busy_s)
             interval.begin_step()
-            interval.end_step(StepReport(1.0, 10, 1.0, 1e-3, pipeline))
+            interval.end_step(report_of(pipeline))
         return interval.metrics(2, SPLIT).bubble
 
     assert run_ranks(run, 2) == [pytest.approx(bubble)] * 2

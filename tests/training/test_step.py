@@ -57,8 +57,9 @@ def test_uneven_masks_give_the_mean_over_all_tokens(
     def run() -> tuple[float, int, Owned]:
         mesh = make_mesh(config)
         state = TrainingState.create(config, mesh)
-        loss_sum, num_tokens, _ = forward_backward(state, own_batch(config, mesh, 0), 0)
-        return loss_sum.item() / num_tokens, num_tokens, owned(state.optimizer, "gradient")
+        result = forward_backward(state, own_batch(config, mesh, 0), 0)
+        loss, _ = result.sums(mesh)
+        return loss, result.objective.num_targets, owned(state.optimizer, "gradient")
 
     expected_loss, expected = plain_loss_and_gradients(
         tiny("precision.compute=float64", f"model.tie_word_embeddings={tied}")

@@ -16,7 +16,7 @@ from megabit.mesh import ParallelMesh
 from megabit.pipeline.plan import plan_stages
 from megabit.tensor_parallel import row_sums
 from megabit.training.step import TrainingState, train_step
-from megabit.training.traffic import Sent, step_traffic, total_traffic
+from megabit.training.traffic import Sent, StepKind, step_traffic, total_traffic
 from tests.training.tiny import own_batch, shape_of, tiny
 
 # Ranks differ in their parts of 52 columns and 301 rows, and DP does not divide those.
@@ -79,6 +79,7 @@ DP_ONLY = (
     ("parallel.exact=full", "optim.zero_stage=0"),
     ("parallel.bucket_mb=0.01", "optim.zero_stage=2"),
 )
+NOT_FINITE = StepKind(is_finite=False, is_updated=False)
 LAYOUTS = {  # (tp, pp, dp) → more configurations
     (1, 1, 1): (),
     (2, 1, 1): TP_ONLY,
@@ -160,7 +161,7 @@ def test_a_skipped_step_sends_no_weights() -> None:
     config = at(2, 1)
     for rank, (step,) in enumerate(run_steps([config], 2, 1, 2, poison=True)):
         assert step.grad_norm == math.inf
-        assert step.measured == step_traffic(shape_of(config, 4, rank), is_skipped=True)
+        assert step.measured == step_traffic(shape_of(config, 4, rank), NOT_FINITE)
         assert not {purpose for _, purpose in step.measured} & {"weights", "scales"}
 
 
@@ -211,7 +212,7 @@ def test_one_layout_by_hand() -> None:
     )  # fmt: skip
     assert sent["world", "scales"] == 2 * 3 / 4 * (7 * layers) * 16
     assert sent["world", "control"] == 2 * 3 / 4 * 2 * 8
-    assert sent["dp", "control"] == 2 * 8
+    assert sent["dp", "control"] == 4 * 8
 
 
 def test_a_rank_alone_sends_nothing() -> None:

@@ -1,9 +1,10 @@
 """``config.json`` of Hugging Face's ``transformers`` ↔ ``ModelConfig``.
 
-Reading takes ``BitNetForCausalLM``, and dense models of LLaMA's architecture, from which training
-can start. What megabit's model does not have is refused by name: to leave it out would give another
-model. Keys that are absent have the defaults of the class in ``transformers`` that reads the file;
-writing leaves none to them, since the classes differ (``tie_word_embeddings``, positions).
+Reading takes ``BitNetForCausalLM``, and models of LLaMA's architecture, which have no SubLN: dense
+ones, from which training can start, and ternary ones such as Falcon-E. What megabit's model does
+not have is refused by name: to leave it out would give another model. Keys that are absent have the
+defaults of the class in ``transformers`` that reads the file; writing leaves none to them, since
+the classes differ (``tie_word_embeddings``, positions).
 
 Sources: ``transformers``, ``models/bitnet/configuration_bitnet.py`` and those of llama, mistral and
 qwen2; ``utils/quantization_config.py`` (``BitNetQuantConfig``); ``modeling_rope_utils.py``.
@@ -66,7 +67,7 @@ _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a ``BitNetForCausalLM`` holds its ternary weights and computes with them.
+    """How a model holds its ternary weights and computes with them.
 
     Raises:
         UserError: ``bitlinear`` holds packed codes only, so it cannot be ``online``.
@@ -114,9 +115,9 @@ def read_config(path: Path) -> HuggingFaceConfig:
     _refuse_what_megabit_lacks(fields)
     return HuggingFaceConfig(
         architecture,
-        _model(fields),
+        _model(fields, architecture),
         fields.integer("max_position_embeddings", MAX_LENGTH),
-        _quantization(fields, architecture),
+        _quantization(fields),
         _dtype(fields),
     )
 
@@ -167,7 +168,7 @@ def config_tree(
     }
 
 
-def _model(fields: Fields) -> ModelConfig:
+def _model(fields: Fields, architecture: str) -> ModelConfig:
     heads = fields.integer("num_attention_heads")
     says_none = fields.get("num_key_value_heads") is None and any(
         "num_key_value_heads" in tree for tree in (fields.tree, fields.defaults)
@@ -184,6 +185,7 @@ def _model(fields: Fields) -> ModelConfig:
         rope_theta=_rope_theta(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         initializer_range=fields.number("initializer_range"),
+        norm_placement="subln" if architecture == BITNET else "prenorm",
     )
     head_dim = fields.get("head_dim")
     if head_dim is not None and fields.integer("head_dim") * heads != model.hidden_size:
@@ -230,18 +232,12 @@ def _refuse_partial_rotation(fields: Fields) -> None:
         fields.refuse("partial_rotary_factor", "1: megabit rotates whole heads")
 
 
-def _quantization(fields: Fields, architecture: str) -> Quantization | None:
+def _quantization(fields: Fields) -> Quantization | None:
     defaults = {"linear_class": "bitlinear", "quantization_mode": "offline"}
     section = fields.section("quantization_config", defaults)
     if section is None:
         return None
     section.choice("quant_method", ("bitnet",))
-    if architecture != BITNET:
-        raise UserError(
-            f"{fields.path}: quantization_config: a ternary {architecture} has no norms before "
-            f"o_proj and down_proj (SubLN), which megabit's layers have; import {BITNET}, or "
-            "the dense model as a start"
-        )
     if section.flag("use_rms_norm"):
         section.refuse("use_rms_norm", "false: megabit's layers have no norm in front of each")
     skipped = section.get("modules_to_not_convert")

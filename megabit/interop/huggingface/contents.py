@@ -12,7 +12,7 @@ import torch
 from megabit.checkpoint.source import LogicalTensor, logical_tensors, row_slices
 from megabit.config import ModelConfig
 from megabit.errors import UserError
-from megabit.interop.huggingface.config import BITNET, HuggingFaceConfig
+from megabit.interop.huggingface.config import HuggingFaceConfig
 from megabit.interop.huggingface.json_fields import shown_name
 from megabit.interop.huggingface.tensor_folder import StoredTensor, TensorFolder
 
@@ -21,7 +21,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_DTYPES = (*DENSE_DTYPES, torch.float64)
 
-_SUB_NORMS = ("attn_sub_norm.weight", "ffn_sub_norm.weight")
 _COMPUTED = "rotary_emb.inv_freq"
 """A table that old releases saved and none reads."""
 
@@ -45,7 +44,7 @@ class Contents:
         stored = folder.tensors
         self.model = self._resolve_tied(config.model)
         self.logical = logical_tensors(self.model)
-        wanted = {self.stored_name(name) for name in self.logical if not self.lacks(name)}
+        wanted = {self.stored_name(name) for name in self.logical}
         if self.is_offline:
             wanted |= {f"{name}_scale" for name in self.ternary()}
         missing = [name for name in wanted if name not in stored]
@@ -61,8 +60,7 @@ class Contents:
                 "has not: it is another architecture"
             )
         for name, tensor in self.logical.items():
-            if not self.lacks(name):
-                self._check(name, tensor)
+            self._check(name, tensor)
 
     @property
     def is_offline(self) -> bool:
@@ -73,10 +71,6 @@ class Contents:
     def ternary(self) -> Iterator[str]:
         """Names of ternary weights."""
         return (name for name, tensor in self.logical.items() if tensor.is_ternary)
-
-    def lacks(self, name: str) -> bool:
-        """Whether it is a gain of SubLN that the architecture does not have."""
-        return self.config.architecture != BITNET and name.endswith(_SUB_NORMS)
 
     def stored_name(self, name: str) -> str:
         """A tied head may be stored in place of the embedding."""

@@ -25,6 +25,7 @@ from megabit.checkpoint.source import ModelSource, logical_tensors, row_slices
 from megabit.checkpoint.tensor_file import MAX_FILE_BYTES, LazyTensor, in_files, write_tensors
 from megabit.errors import UserError
 from megabit.files import write_text
+from megabit.interop.expressible import check_expressible
 from megabit.interop.huggingface.config import Mode, Quantization, config_tree
 from megabit.interop.huggingface.scales import stored_scale
 from megabit.interop.huggingface.tensor_folder import INDEX
@@ -92,7 +93,10 @@ def _check(source: ModelSource, quantization: Quantization) -> None:
         raise UserError(
             f"{source.path}: is a dense model (model.linear); only ternary ones are written"
         )
-    if quantization.mode == "online" and not source.has_masters:
+    is_online = quantization.mode == "online"
+    offline = "use mode offline, which carries γ" if is_online else None
+    check_expressible(source, "BitNetForCausalLM", derives_scales=offline)
+    if is_online and not source.has_masters:
         raise UserError(
             f"{source.path}: has codes and scales only, and mode online needs master weights: "
             "codes times γ would be quantized to a smaller γ; use mode offline"

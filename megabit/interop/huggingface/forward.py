@@ -1,4 +1,5 @@
-"""Logits as Hugging Face's ``BitNetForCausalLM`` computes them: what an import is checked against.
+"""Logits as Hugging Face's ``BitNetForCausalLM``, or a ternary LLaMA, computes them: what an import
+is checked against.
 
 Plain torch on one process, one layer in memory at a time. On the CPU, with as many threads, the
 result is bit-equal to that of ``transformers`` 5.24 (``arithmetic``). It is for checks: training
@@ -14,9 +15,10 @@ from torch.nn import functional as F
 
 from megabit.checkpoint.source import ModelSource, logical_tensors
 from megabit.errors import UserError
+from megabit.interop.expressible import check_expressible
 from megabit.interop.huggingface import arithmetic
 from megabit.interop.huggingface.arithmetic import Attention, Linear
-from megabit.interop.huggingface.config import BITNET, Quantization
+from megabit.interop.huggingface.config import Quantization
 from megabit.interop.huggingface.scales import stored_scale
 from megabit.interop.huggingface.source import HuggingFaceSource
 from megabit_kernels.packing import unpack
@@ -40,9 +42,9 @@ def mode_of(source: HuggingFaceSource) -> HuggingFaceMode:
     Raises:
         UserError: it is no ternary checkpoint.
     """
-    if source.architecture != BITNET or source.quantization is None:
+    if source.quantization is None:
         raise UserError(
-            f"{source.path}: is a dense {source.architecture}; hf mode is that of {BITNET} with "
+            f"{source.path}: is a dense {source.architecture}; hf mode is that of a model with "
             "quantization_config"
         )
     return HuggingFaceMode(source.quantization, source.dtype)
@@ -54,8 +56,14 @@ def huggingface_logits(source: ModelSource, tokens: Tensor, mode: HuggingFaceMod
 
     Args:
         source: in mode ``online`` one that has master weights.
+
+    Raises:
+        UserError: transformers has no such model.
     """
     model, dtype = source.model, mode.dtype
+    is_online = mode.quantization.mode == "online"
+    check_expressible(source, "hf mode", True, "use mode offline" if is_online else None)
+    has_sub_norms = model.norm_placement == "subln"
 
     def values(name: str) -> Tensor:
         return source.values(f"{name}.weight").to(dtype)
@@ -73,13 +81,15 @@ def huggingface_logits(source: ModelSource, tokens: Tensor, mode: HuggingFaceMod
         h = norm(x, values(f"{layer}.input_layernorm"))
         q, k, v = (heads(linear(f"self_attn.{part}_proj")(h)) for part in "qkv")
         q, k = (arithmetic.rotate(part, *tables) for part in (q, k))
-        h = norm(
-            arithmetic.attend(q, k, v, mode.attention), values(f"{layer}.self_attn.attn_sub_norm")
-        )
+        h = arithmetic.attend(q, k, v, mode.attention)
+        if has_sub_norms:
+            h = norm(h, values(f"{layer}.self_attn.attn_sub_norm"))
         x = x + linear("self_attn.o_proj")(h)
         h = norm(x, values(f"{layer}.post_attention_layernorm"))
         gate = arithmetic.activation(linear("mlp.gate_proj")(h), model.hidden_act)
-        h = norm(gate * linear("mlp.up_proj")(h), values(f"{layer}.mlp.ffn_sub_norm"))
+        h = gate * linear("mlp.up_proj")(h)
+        if has_sub_norms:
+            h = norm(h, values(f"{layer}.mlp.ffn_sub_norm"))
         x = x + linear("mlp.down_proj")(h)
     head = "model.embed_tokens" if model.tie_word_embeddings else "lm_head"
     return F.linear(norm(x, values("model.norm")), values(head))

@@ -7,7 +7,7 @@ Names of tensors are megabit's own. Ternary weights come in four forms:
 - ``offline``, packed: uint8 ``[N/4, K]`` that mixes rows, with a ``weight_scale`` beside it
 - ``offline``, loose: codes as floats, to which transformers unpacks ``autobitlinear``
 
-Only what is asked for is read. A LLaMA has no SubLN: its gains are ones here.
+Only what is asked for is read. A LLaMA has no SubLN: its ``norm_placement`` is ``prenorm``.
 """
 
 from collections.abc import Mapping
@@ -97,9 +97,6 @@ class HuggingFaceSource:
                 f"{self.path}: has codes and scales of {name} and no master weights, "
                 "from which training could go on"
             )
-        if self._contents.lacks(name):
-            like = self._contents.stored("model.norm.weight")
-            return torch.ones([part.stop - part.start for part in index], dtype=like.dtype)
         return self._folder.read(self._contents.stored_name(name), index)
 
     def codes(self, name: str, index: Index | None = None) -> Tensor:

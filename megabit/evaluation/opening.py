@@ -1,0 +1,156 @@
+"""A model on disk, opened to be evaluated: which settings fit it, its tokenizer, its stages."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from megabit.checkpoint import on_all_ranks, verified
+from megabit.checkpoint.model_source import CheckpointSource
+from megabit.checkpoint.source import ModelSource
+from megabit.config import Config, leaves
+from megabit.data.corpus import TOKENIZER, CorpusInfo, load_corpus
+from megabit.data.tokenizer import END_OF_TEXT, load_tokenizer
+from megabit.errors import UserError
+from megabit.evaluation.forward import ForwardRunner
+from megabit.interop.gguf_special_tokens import SpecialTokens, read_json
+from megabit.interop.huggingface import HuggingFaceSource
+from megabit.mesh import ParallelMesh
+from megabit.model import build_stages
+from megabit.model.load import load_stages
+from megabit.pipeline.plan import agree_on_plan
+
+TAKEN_OVER = (
+    "precision.compute",
+    "data.dir",
+    "data.validation",
+    "data.text_field",
+    "data.tokenizer",
+    "data.end_of_text",
+    "train.micro_batch_size",
+)
+"""Settings of the run that saved a model which its evaluation begins with. Not those of the layout:
+any layout will do."""
+
+
+def default_settings(source: ModelSource) -> list[str]:
+    """``key=value`` of a model, and of the run that it is from where that is known."""
+    saved = _saved_settings(source)
+    values = {
+        **{f"model.{key}": value for key, value in vars(source.model).items()},
+        "data.seq_length": source.max_length,
+        **{key: saved[key] for key in TAKEN_OVER if key in saved},
+    }
+    return [f"{key}={_as_typed(value)}" for key, value in values.items()]
+
+
+def check_settings(config: Config, source: ModelSource) -> None:
+    """Refuse settings that are of another model, or that it was not made for."""
+    problems = [
+        f"model.{key}: the model in {source.path} has {theirs!r}, not {wanted!r}; leave it out"
+        for key, wanted in vars(config.model).items()
+        if (theirs := getattr(source.model, key)) != wanted
+    ]
+    if config.data.seq_length > source.max_length:
+        problems.append(
+            f"data.seq_length: {config.data.seq_length} is more than the {source.max_length} "
+            f"positions that the model in {source.path} was made for"
+        )
+    if problems:
+        raise UserError(*problems)
+
+
+def load_runner(source: ModelSource, config: Config, mesh: ParallelMesh) -> ForwardRunner:
+    """The model at the layout of ``mesh``, after a look at all of its bytes; collective over it.
+
+    Raises:
+        UserError: it is not what was saved, or does not fit the layout.
+    """
+    if isinstance(source, CheckpointSource):
+        verified(source.path, mesh)
+    elif isinstance(source, HuggingFaceSource):
+        on_all_ranks(lambda: source.verify() if mesh.is_main else None, mesh)
+    plan = agree_on_plan(config, mesh)
+    stages = build_stages(config, mesh, plan).eval()
+    on_all_ranks(lambda: load_stages(stages, source), mesh)
+    return ForwardRunner(stages, plan.schedule.placement, mesh)
+
+
+@dataclass(frozen=True)
+class ModelTokenizer:
+    """The tokenizer that travels with a model, and which of its tokens begin and end texts."""
+
+    tokenizer: Tokenizer
+    path: Path
+    end_of_text: str
+    begin_id: int
+    """What stands before a text that has nothing before it: its own token for that, else the one
+    that ends texts."""
+
+    @property
+    def end_id(self) -> int:
+        end = self.tokenizer.token_to_id(self.end_of_text)
+        assert end is not None, "load_tokenizer has checked it"
+        return end
+
+
+def model_tokenizer(source: ModelSource) -> ModelTokenizer:
+    """That of ``source``.
+
+    Raises:
+        UserError: it has none, or nothing says which token ends a text.
+    """
+    path = source.assets.get(TOKENIZER)
+    if path is None:
+        raise UserError(f"{source.path}: has no {TOKENIZER}, which texts are to be encoded with")
+    try:
+        plain = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{path}: not a tokenizer ({error})") from error
+    special = SpecialTokens(
+        path,
+        plain,
+        read_json(source.assets, "tokenizer_config.json"),
+        read_json(source.assets, "config.json"),
+    )
+    named = _saved_settings(source).get("data.end_of_text")
+    end = plain.token_to_id(named) if isinstance(named, str) and named != END_OF_TEXT else None
+    if end is None:
+        end = special.eos()
+    begin, end_of_text = special.find("bos"), plain.id_to_token(end)
+    assert end_of_text is not None
+    return ModelTokenizer(
+        load_tokenizer(path, end_of_text), path, end_of_text, end if begin is None else begin
+    )
+
+
+def corpus_of(source: ModelSource, config: Config) -> CorpusInfo | str:
+    """The corpus in ``data.dir`` if the model was trained on it, or why not."""
+    folder = config.data.dir
+    trained_on = source.manifest.run.get("corpus") if isinstance(source, CheckpointSource) else None
+    if trained_on is None:
+        return f"{source.path}: does not say which text it was trained on"
+    try:
+        corpus = load_corpus(Path(folder))
+    except UserError as error:
+        return f"data.dir: {error}"
+    if corpus.fingerprint != trained_on:
+        return f"data.dir: {folder} is not the corpus that {source.path} was trained on"
+    return corpus
+
+
+def _as_typed(value: Any) -> str:
+    """As one would write it on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _saved_settings(source: ModelSource) -> Mapping[str, Any]:
+    """The settings of the run that saved a model, by their dotted keys; none if it knows of no
+    run."""
+    if not isinstance(source, CheckpointSource):
+        return {}
+    config = source.manifest.run.get("config")
+    return dict(leaves(config)) if isinstance(config, Mapping) else {}
