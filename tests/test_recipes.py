@@ -1,5 +1,6 @@
 """Every recipe can be read, says where its numbers are from, and is what its name says."""
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from megabit.model import num_parameters
 from megabit.training.initial import begin_with, open_initial
 from megabit.training.schedule import Hyperparameters, hyperparameters, warmup_tokens
 from megabit.training.step import TrainingState, train_step
+from tests import test_examples as examples
 from tests.checkpoint.saved import save
 from tests.training.tiny import own_batch
 
@@ -279,3 +281,29 @@ def test_a_converted_model_comes_close_to_the_dense_one(tmp_path: Path) -> None:
     assert 0.9 * ENTROPY < dense_loss < 0.9
     assert loss < dense_loss + 0.15
     assert from_scratch > dense_loss + 1
+
+
+# The scripts for the two recipes that begin small.
+
+
+@pytest.mark.slow
+def test_convert_script(tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    with examples.started("convert.sh", examples.settings(tmp_path), DENSE=str(dense)) as process:
+        output = examples.output_of(process)
+    assert f"Beginning with the weights in {dense}" in output
+    assert re.search("Model: .* parameters, dense", output)
+    assert re.search("Model: .* parameters, ternary", output)
+    for folder in (dense, tmp_path / "run"):
+        summary = json.loads((folder / "summary.json").read_text())
+        assert 0 < summary["held_out_bits_per_byte"] < 100
+
+
+@pytest.mark.slow
+def test_embedding_script(tmp_path: Path) -> None:
+    small = [s for s in examples.settings(tmp_path) if not s.startswith("run.sample_tokens")]
+    with examples.started("embedding.sh", small) as process:
+        output = examples.output_of(process)
+    assert "recall@1" in output
+    assert "bits/byte" not in output
+    assert (tmp_path / "run" / "summary.json").exists()

@@ -39,20 +39,27 @@ def logical_tensors(model: ModelConfig) -> dict[str, LogicalTensor]:
     is_ternary = model.linear == "ternary"
     tensors = {"model.embed_tokens.weight": LogicalTensor((model.vocab_size, hidden), False)}
     for index in range(model.num_hidden_layers):
-        layer = {
+        layer: dict[str, tuple[int, ...]] = {
             "input_layernorm": (hidden,),
             "self_attn.q_proj": (hidden, hidden),
+            "self_attn.q_proj.rms_norm": (hidden,),
             "self_attn.k_proj": (kv, hidden),
+            "self_attn.k_proj.rms_norm": (hidden,),
             "self_attn.v_proj": (kv, hidden),
+            "self_attn.v_proj.rms_norm": (hidden,),
             "self_attn.attn_sub_norm": (hidden,),
             "self_attn.o_proj": (hidden, hidden),
             "post_attention_layernorm": (hidden,),
             "mlp.gate_proj": (ffn, hidden),
+            "mlp.gate_proj.rms_norm": (hidden,),
             "mlp.up_proj": (ffn, hidden),
+            "mlp.up_proj.rms_norm": (hidden,),
             "mlp.ffn_sub_norm": (ffn,),
             "mlp.down_proj": (hidden, ffn),
         }
         for name, shape in layer.items():
+            if len(shape) == 1 and not _has_gain(model, name):
+                continue
             tensors[f"model.layers.{index}.{name}.weight"] = LogicalTensor(
                 shape, is_ternary and len(shape) == 2
             )
@@ -60,6 +67,19 @@ def logical_tensors(model: ModelConfig) -> dict[str, LogicalTensor]:
     if not model.tie_word_embeddings:
         tensors["lm_head.weight"] = LogicalTensor((model.vocab_size, hidden), False)
     return tensors
+
+
+def _has_gain(model: ModelConfig, norm: str) -> bool:
+    """Whether the norm of that name, in a layer, has a gain in the model."""
+    match model.norm_placement:
+        case "in_linear":
+            return False
+        case "prenorm":
+            return norm.endswith("layernorm")
+        case "subln":
+            return not norm.endswith("rms_norm")
+        case "per_proj":
+            return True
 
 
 def row_slices(index: Index, elements: int) -> Iterator[Index]:

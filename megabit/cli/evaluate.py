@@ -1,12 +1,10 @@
 """``megabit eval``: how good a model on disk is."""
 
 import io
-import json
-import math
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +13,15 @@ import typer
 
 from megabit.cli.arguments import Settings
 from megabit.cli.device import device_of
+from megabit.cli.evaluation_results import (
+    check_new,
+    introduce,
+    print_heading,
+    print_tasks,
+    print_text,
+    write_results,
+)
 from megabit.cli.launcher import Launch, run_under_torchrun
-from megabit.cli.words import model_text
 from megabit.config import Config, load_config
 from megabit.errors import UserError
 
@@ -115,7 +120,7 @@ def evaluate(
     """
     wanted = _Wanted(text or [], (tasks or "").split(",") if tasks else [], include_path, limit)
     if out is not None:
-        _check_new(out)
+        check_new(out)
     if nproc_per_node is not None:
         if Launch.is_present():
             raise UserError("--nproc-per-node: a launcher has started this process already")
@@ -135,7 +140,7 @@ def evaluate(
     with open_mesh(tp, pp, launch.rank, launch.world_size, device, timeout=timeout) as mesh:
         texts, done = _evaluate(source, config, mesh, wanted)
         if mesh.is_main and out is not None:
-            _write(out, source, mesh, texts, done)
+            write_results(out, source, mesh, texts, done)
 
 
 def _open(
@@ -207,14 +212,14 @@ def _evaluate(
             loaded = on_all_ranks(lambda: load_tasks(wanted.tasks, wanted.include_path), mesh)
         runner = load_runner(source, config, mesh)
         if mesh.is_main:
-            _introduce(source)
+            introduce(source)
         found = _evaluate_sets(runner, sets, batch_size, wanted.limit)
         done: dict[str, TaskResult] = {}
         if loaded is not None:
             shapes = Shapes(batch_size, length, config.model.num_attention_heads)
             done = run_tasks(runner, model_tokenizer(source), shapes, loaded, wanted.limit)
             if mesh.is_main:
-                _print_tasks(done)
+                print_tasks(done)
         return found, done
 
 
@@ -243,99 +248,14 @@ def _evaluate_sets(
     from megabit.evaluation.text_loss import evaluate_text
 
     found = {}
-    width = max([len(name) for name in sets] + [len("set")])
     is_main = runner.mesh.is_main
     if sets and is_main:
-        print(f"{'set':<{width}}  {'tokens':>12}  {'loss':>8}  {'perplexity':>10}  bits/byte")
+        print_heading([*sets])
     for name, text in sets.items():
-        result = found[name] = evaluate_text(runner, text, batch_size, limit)
+        found[name] = evaluate_text(runner, text, batch_size, limit)
         if is_main:
-            print(
-                f"{name:<{width}}  {result.num_tokens:>12,}  {result.loss:>8.4f}  "
-                f"{result.perplexity:>10.4g}  {result.bits_per_byte:>9.4f}",
-                flush=True,
-            )
+            print_text(name, found[name], [*sets])
     return found
-
-
-def _introduce(source: "ModelSource") -> None:
-    from megabit.checkpoint.model_source import CheckpointSource
-
-    step = f", step {source.manifest.step}" if isinstance(source, CheckpointSource) else ""
-    print(f"{source.path}{step}: {model_text(source.model)}", flush=True)
-    if _never_ternary(source):
-        print(
-            "warning: it was not trained as a ternary model; its weights are rounded to codes "
-            "here, which spoils it"
-        )
-
-
-def _never_ternary(source: "ModelSource") -> bool:
-    from megabit.checkpoint.model_source import CheckpointSource
-    from megabit.interop.huggingface import HuggingFaceSource
-
-    if isinstance(source, HuggingFaceSource):
-        return source.quantization is None
-    return isinstance(source, CheckpointSource) and source.was_never_ternary
-
-
-def _print_tasks(done: Mapping[str, "TaskResult"]) -> None:
-    rows = [
-        (name, "" if result.documents is None else f"{result.documents}", metric, f"{value:.4f}")
-        for name, result in done.items()
-        for metric, value in result.metrics.items()
-    ]
-    rows.insert(0, ("task", "documents", "metric", "value"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, documents, metric, value in rows:
-        print(
-            f"{name:<{widths[0]}}  {documents:>{widths[1]}}  {metric:<{widths[2]}}  "
-            f"{value:>{widths[3]}}"
-        )
-
-
-def _check_new(out: Path) -> None:
-    if out.exists():
-        raise UserError(f"--json: {out} exists already; name a new file")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"--json: {out} cannot be written: there is no folder {out.parent}")
-
-
-def _write(
-    out: Path,
-    source: "ModelSource",
-    mesh: "ParallelMesh",
-    texts: Mapping[str, "Evaluation"],
-    done: Mapping[str, "TaskResult"],
-) -> None:
-    from megabit.checkpoint.model_source import CheckpointSource
-    from megabit.files import write_text
-
-    content = {
-        "model": str(source.path),
-        "step": source.manifest.step if isinstance(source, CheckpointSource) else None,
-        "layout": {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size},
-        "sets": {
-            name: {
-                "tokens": result.num_tokens,
-                "loss": _number(result.loss),
-                "perplexity": _number(result.perplexity),
-                "bits_per_byte": _number(result.bits_per_byte),
-            }
-            for name, result in texts.items()
-        },
-        "tasks": {name: asdict(result) for name, result in done.items()},
-    }
-    _check_new(out)  # somebody else may have written it meanwhile
-    try:
-        write_text(out, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise UserError(f"--json: cannot write {out} ({error.strerror})") from error
-
-
-def _number(value: float) -> float | None:
-    """JSON has no word for what is not a number, or infinite."""
-    return value if math.isfinite(value) else None
 
 
 def _without_nproc(arguments: list[str]) -> list[str]:

@@ -84,8 +84,9 @@ def hf(
     print(f"Wrote {out}: {written.kind}, {written.tensors} tensors, {size_text(written.bytes)}")
     if source.quantization is None:
         print(
-            "It was not trained as a ternary model: its layers become ternary, with norms before "
-            "o_proj and down_proj where it had none (gains of one). Train it before use."
+            "It was not trained as a ternary model: its layers become ternary. Train it before "
+            "use, best with model.norm_placement=subln: that inserts norms before o_proj and "
+            "down_proj (gains of one), as BitNet has them."
         )
     if not source.has_masters:
         print(

@@ -41,6 +41,11 @@ def _quantization(config: Config) -> Iterator[str]:
             yield "train.quantization_ramp: has no effect with model.linear=dense; leave it out"
     elif model.hadamard and model.activations == "full":
         yield "model.hadamard: has no effect with model.activations=full; leave it out"
+    if model.hadamard and model.intermediate_size % 4:
+        yield (
+            f"model.hadamard: model.intermediate_size={model.intermediate_size} must be a multiple "
+            "of 4: blocks of fewer columns are not worth a rotation"
+        )
     if not 0 <= ramp <= 0.5:
         yield (
             f"train.quantization_ramp: must lie between 0 and 0.5, not {ramp}: at least the second "

@@ -56,6 +56,7 @@ class IntervalMetrics:
     objective: float
     """What was minimised, a mean over target tokens."""
     bits_per_byte: float
+    """Not a number for embeddings."""
     grad_norm: float
     """Before clipping."""
     grad_norm_std: float
@@ -123,8 +124,9 @@ class IntervalMetrics:
         )
         flips = "" if self.code_flips is None else f"  flips {self.code_flips:.3%}"
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        bits = "" if math.isnan(self.bits_per_byte) else f"bits/byte {self.bits_per_byte:.4f}  "
         return (
-            f"step {self.step:>6}  loss {self.loss:.4f}  bits/byte {self.bits_per_byte:.4f}  "
+            f"step {self.step:>6}  loss {self.loss:.4f}  {bits}"
             f"norm {self.grad_norm:.3f}  lr {self.lr:.2e}  {self.tokens_per_s:,.0f} tok/s  "
             f"zeros {self.zero_fraction:.1%}{flips}  MB {sent}  bubble {self.bubble:.0%}{mfu}"
         )
@@ -148,17 +150,24 @@ class EvaluationMetrics:
 
     step: int
     held_out_loss: float
-    held_out_bits_per_byte: float
+    held_out_bits_per_byte: float | None
+    """None for embeddings."""
     validation: Mapping[str, Score] = field(default_factory=dict)
+    held_out_tokens: int | None = None
+    """That were predicted; of embeddings, pairs."""
+    held_out_recall_at_1: float | None = None
+    """Of embeddings: how often an anchor's nearest passage is its own."""
 
     def row(self) -> Row:
-        """For sinks; without ``validation`` where there is none."""
-        row: Row = {
-            "step": self.step,
-            "held_out_loss": self.held_out_loss,
-            "held_out_bits_per_byte": self.held_out_bits_per_byte,
-            "held_out_perplexity": perplexity(self.held_out_loss),
-        }
+        """For sinks; without what there is none of."""
+        row: Row = {"step": self.step, "held_out_loss": self.held_out_loss}
+        if self.held_out_tokens is not None:
+            row["held_out_tokens"] = self.held_out_tokens
+        if self.held_out_recall_at_1 is not None:
+            row["held_out_recall_at_1"] = self.held_out_recall_at_1
+        if self.held_out_bits_per_byte is not None:
+            row["held_out_bits_per_byte"] = self.held_out_bits_per_byte
+            row["held_out_perplexity"] = perplexity(self.held_out_loss)
         if self.validation:
             row["validation"] = {
                 name: {
@@ -172,8 +181,12 @@ class EvaluationMetrics:
 
     def lines(self) -> Iterator[str]:
         """For the console."""
-        loss, bits = self.held_out_loss, self.held_out_bits_per_byte
-        yield f"step {self.step:>6}  held-out loss {loss:.4f}  bits/byte {bits:.4f}"
+        line = f"step {self.step:>6}  held-out loss {self.held_out_loss:.4f}"
+        if self.held_out_bits_per_byte is not None:
+            line += f"  bits/byte {self.held_out_bits_per_byte:.4f}"
+        if self.held_out_recall_at_1 is not None:
+            line += f"  recall@1 {self.held_out_recall_at_1:.1%} of {self.held_out_tokens} pairs"
+        yield line
         for name, score in self.validation.items():
             yield (
                 f"step {self.step:>6}  {name} loss {score.loss:.4f}  "

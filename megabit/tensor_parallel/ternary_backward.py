@@ -86,14 +86,14 @@ class TernaryBackward:
         if self.context.tree_blocks is None:
             layers = range(len(grads))
             terms = (self._term(i, self.parts[i].terms[0], grads[i], None) for i in layers)
-            return _summed(terms)
+            return self._summed(terms, grads[0].shape[0])
         codes = [weight.codes() for weight in self.ternary]
         blocks = []
         for b in range(self.context.own_tree_blocks):
             terms = (
                 self._term(i, p.terms[b], grads[i], codes[i]) for i, p in enumerate(self.parts)
             )
-            blocks.append(_summed(terms))
+            blocks.append(self._summed(terms, grads[0].shape[0]))
         return tree_sum(torch.stack(blocks))
 
     def weight_gradients_of_columns(
@@ -142,6 +142,18 @@ class TernaryBackward:
             weight, grad = _weight(rows, weight.scale), part.of(grad, 1)
         return self._input_gradient(grad, weight, self._seed(layer, part.number))
 
+    def _summed(self, terms: Iterator[Tensor | None], tokens: int) -> Tensor:
+        """The sum, in the given order, of those terms that are there. There are none where a rank
+        owns no rows of the only layer: of a KV head that another rank counts."""
+        total: Tensor | None = None
+        for term in terms:
+            if term is not None:
+                total = term if total is None else total.add_(term)
+        if total is None:
+            weight = self.ternary[0]
+            return weight.scale.new_zeros(tokens, weight.shape[1])
+        return total
+
     def _input_gradient(self, grad: Tensor, weight: TernaryWeight, seed: int) -> Tensor:
         dtype = self.context.ternary_backward_dtype
         if dtype == torch.int8:
@@ -164,13 +176,3 @@ class TernaryBackward:
 def _weight(codes: Tensor, scale: Tensor) -> TernaryWeight:
     n, k = codes.shape
     return TernaryWeight(codes, "int8", (n, k), scale)
-
-
-def _summed(terms: Iterator[Tensor | None]) -> Tensor:
-    """The sum, in the given order, of those terms that are there."""
-    total: Tensor | None = None
-    for term in terms:
-        if term is not None:
-            total = term if total is None else total.add_(term)
-    assert total is not None
-    return total

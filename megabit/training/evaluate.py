@@ -2,36 +2,40 @@
 
 from collections.abc import Mapping
 
-from megabit.data.corpus import SplitInfo
-from megabit.data.sampler import HeldOutWindows
-from megabit.evaluation import text_loss
+from megabit.data.corpus import HELD_OUT
 from megabit.evaluation.forward import ForwardRunner
-from megabit.evaluation.text_loss import Evaluation, bits_per_byte
+from megabit.evaluation.text_loss import evaluate_sets
 from megabit.evaluation.text_sets import TextSet
-from megabit.tensor_parallel import Quantization
+from megabit.telemetry import EvaluationMetrics
+from megabit.training.embedding import evaluate_embeddings
 from megabit.training.step import TrainingState
-
-__all__ = ["Evaluation", "bits_per_byte", "evaluate", "evaluate_sets"]
-
-
-def evaluate_sets(
-    state: TrainingState,
-    sets: Mapping[str, TextSet],
-    limit: int | None = None,
-    quantization: Quantization = Quantization(),  # noqa: B008  (it is frozen)
-) -> dict[str, Evaluation]:
-    """The loss of each text (``text_sets.open_sets``), on all of its windows or on ``limit`` of
-    them; collective over the mesh, and the same on every rank.
-
-    Args:
-        quantization: of the forward passes. Below λ = 1 the model is not ternary.
-    """
-    runner = ForwardRunner(state.stages, state.plan.schedule.placement, state.mesh, quantization)
-    return text_loss.evaluate_sets(runner, sets, state.config.train.micro_batch_size, limit)
 
 
 def evaluate(
-    state: TrainingState, windows: HeldOutWindows, split: SplitInfo, limit: int | None = None
-) -> Evaluation:
-    """``evaluate_sets`` of one text."""
-    return evaluate_sets(state, {"": TextSet(windows, split)}, limit)[""]
+    state: TrainingState, sets: Mapping[str, TextSet], step: int, limit: int | None = None
+) -> EvaluationMetrics:
+    """After ``step`` steps: the loss of each text (``text_sets.open_sets``), on all of its windows
+    or on ``limit`` of them; of embeddings, how well held-out pairs find each other. Collective over
+    the mesh, and the same on every rank.
+    """
+    config = state.config
+    size = config.train.micro_batch_size
+    runner = ForwardRunner(
+        state.stages, state.plan.schedule.placement, state.mesh, state.quantization_of(step)
+    )
+    if config.loss.objective == "embedding":
+        pairs = evaluate_embeddings(
+            runner, sets[HELD_OUT].windows, size, config.loss.triplet_margin, limit
+        )
+        return EvaluationMetrics(
+            step,
+            pairs.loss,
+            None,
+            held_out_tokens=pairs.num_pairs,
+            held_out_recall_at_1=pairs.recall_at_1,
+        )
+    results = evaluate_sets(runner, sets, size, limit)
+    held_out = results.pop(HELD_OUT)
+    return EvaluationMetrics(
+        step, held_out.loss, held_out.bits_per_byte, results, held_out.num_tokens
+    )

@@ -91,16 +91,18 @@ def begin_with(state: TrainingState, source: ModelSource) -> None:
                 raise UserError(f"{source.path}: {piece.name} holds a value that is not finite")
             piece.tensors["master"].copy_(values)
 
+    smallest = numerics.MIN_SCALE * state.config.model.scale_mult
+
     def check_scales() -> None:
-        for name, layer in state.optimizer.publisher.layers.items():
-            if layer.ternary().scale <= numerics.MIN_SCALE:  # as uploads have had (BitNet #608)
+        for name, scale in state.optimizer.publisher.scales.items():
+            if scale <= smallest:  # as uploads have had (BitNet #608)
                 raise UserError(
                     f"{source.path}: {name} is zero, or next to it, all of it "
                     f"(mean magnitude {numerics.MIN_SCALE:g} at most)"
                 )
 
     on_all_ranks(read, state.mesh)
-    state.optimizer.publish()
+    state.optimizer.publish(state.quantization_of(0).share)
     on_all_ranks(check_scales, state.mesh)
 
 

@@ -12,12 +12,12 @@ import torch
 
 from megabit.checkpoint.source import logical_tensors
 from megabit.data.corpus import SplitInfo
+from megabit.evaluation.text_loss import bits_per_byte
 from megabit.mesh import ParallelMesh
 from megabit.model.flops import flops_per_token
 from megabit.reduce import Purpose, all_reduce
 from megabit.telemetry import AXES, PHASES, GpuMetrics, GpuWatch, IntervalMetrics, LayerMetrics
 from megabit.telemetry.utilization import peak_tflops, tflops_per_rank
-from megabit.training.evaluate import bits_per_byte
 from megabit.training.memory import peak_bytes
 from megabit.training.probe import (
     COUNTS,
@@ -116,7 +116,7 @@ class Interval:
             by_axis[name.split()[0]] += megabytes
         layers = unpack(sums["layers"], [*tensors])
         probed = over_layers(layers, tensors)
-        last = self._reports[-1]
+        last, is_text = self._reports[-1], config.loss.objective == "language_model"
         updates = [report for report in self._reports if not report.is_skipped]
         norms = [report.grad_norm for report in updates]
         loss = _mean_of_tokens([(report.loss, report.num_tokens) for report in updates])
@@ -130,7 +130,7 @@ class Interval:
             consumed_tokens=state.steps.tokens_before(step),
             loss=loss,
             objective=_mean_of_tokens([(r.objective, r.num_tokens) for r in updates]),
-            bits_per_byte=bits_per_byte(loss, split),
+            bits_per_byte=bits_per_byte(loss, split) if is_text else math.nan,
             grad_norm=fmean(norms) if norms else math.nan,
             grad_norm_std=pstdev(norms) if norms else math.nan,
             grad_norm_spread=None if self._probe is None else spread(sums["squares"]),

@@ -7,7 +7,7 @@ from megabit.telemetry.metrics import read_metrics
 
 
 def draw_curve(metrics_path: Path, png: Path, title: str) -> None:
-    """Draw training and held-out bits per byte over steps."""
+    """Draw training and held-out bits per byte over steps; for embeddings, the loss."""
     # Not at import time: matplotlib takes a second, and only the main rank draws.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -16,14 +16,16 @@ def draw_curve(metrics_path: Path, png: Path, title: str) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    is_text = any(row.get("bits_per_byte") is not None for row in rows)
+    measure = "bits_per_byte" if is_text else "loss"
     for key, label, style in (
-        ("bits_per_byte", "train", {"color": "tab:blue", "linewidth": 1.2}),
-        ("held_out_bits_per_byte", "held out", {"color": "tab:orange", "marker": "o"}),
+        (measure, "train", {"color": "tab:blue", "linewidth": 1.2}),
+        (f"held_out_{measure}", "held out", {"color": "tab:orange", "marker": "o"}),
     ):
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set(xlabel="step", ylabel="bits per byte", title=title)
+    axes.set(xlabel="step", ylabel=measure.replace("_", " "), title=title)
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()

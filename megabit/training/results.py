@@ -5,11 +5,12 @@ import json
 from rich.console import Console
 
 from megabit.data.corpus import CorpusInfo
-from megabit.errors import RunError
+from megabit.errors import RunError, UserError
 from megabit.files import write_text
 from megabit.model import num_parameters
+from megabit.report import write_report
+from megabit.telemetry import EvaluationMetrics
 from megabit.training.accounting import largest_peak_mib
-from megabit.training.evaluate import Evaluation
 from megabit.training.report import draw_curve
 from megabit.training.run_files import RunFiles
 from megabit.training.sample import sample_text
@@ -19,14 +20,14 @@ from megabit.training.step import TrainingState
 def conclude(
     state: TrainingState,
     corpus: CorpusInfo,
-    result: Evaluation,
+    result: EvaluationMetrics,
     files: RunFiles,
     console: Console,
 ) -> None:
     """Sample text, draw the curve and write the summary of a finished run; collective."""
     config, mesh = state.config, state.mesh
     sample = None
-    if config.run.sample_tokens:
+    if config.run.sample_tokens and config.loss.objective == "language_model":
         sample = sample_text(
             state.stages,
             state.plan.schedule.placement,
@@ -45,13 +46,15 @@ def conclude(
         return
     try:
         _write_results(state, result, sample, peak_memory_mib, files)
-    except OSError as error:
+        report = write_report(files.folder)
+    except (OSError, UserError) as error:
         raise RunError(
-            f"{files.folder}: cannot write the curve and the summary ({error})"
+            f"{files.folder}: cannot write curve, summary and report ({error})"
         ) from error
+    bits = result.held_out_bits_per_byte
     console.print(
-        f"Held-out bits per byte: {result.bits_per_byte:.4f}\n"
-        f"Curve: {files.curve}\nSummary: {files.summary}",
+        ("" if bits is None else f"Held-out bits per byte: {bits:.4f}\n")
+        + f"Report: {report}\nSummary: {files.summary}",
         highlight=False,
         soft_wrap=True,
     )
@@ -59,7 +62,7 @@ def conclude(
 
 def _write_results(
     state: TrainingState,
-    result: Evaluation,
+    result: EvaluationMetrics,
     sample: str | None,
     peak_memory_mib: float,
     files: RunFiles,
@@ -74,9 +77,7 @@ def _write_results(
         "parameters": num_parameters(config.model),
         "layout": layout,
         "peak_memory_mib": round(peak_memory_mib, 1),
-        "held_out_loss": result.loss,
-        "held_out_bits_per_byte": result.bits_per_byte,
-        "held_out_tokens": result.num_tokens,
+        **{key: value for key, value in result.row().items() if key != "step"},
         "sample": sample,
     }
     write_text(files.summary, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")

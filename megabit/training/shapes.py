@@ -177,16 +177,17 @@ class RankShape:
             model.num_attention_heads, model.num_key_value_heads, self.rank % self.tp, self.tp
         )
         kv = len(split.kv) * model.head_dim
-        yield self._hidden_gain()
-        for rows in (heads, kv, kv):  # q, k, v
-            yield Held(linear, rows, hidden)
-        yield Held("gain", heads, 1)
-        yield Held(linear, hidden, heads)  # o
-        yield self._hidden_gain()
-        for rows in (ffn, ffn):  # gate, up
-            yield Held(linear, rows, hidden)
-        yield Held("gain", ffn, 1)
-        yield Held(linear, hidden, ffn)  # down
+        placement = model.norm_placement
+        for inputs, columns in (((heads, kv, kv), heads), ((ffn, ffn), ffn)):
+            if placement != "in_linear":
+                yield self._hidden_gain()
+            for rows in inputs:  # q, k, v; gate, up
+                yield Held(linear, rows, hidden)
+                if placement == "per_proj":
+                    yield self._hidden_gain()
+            if placement in ("subln", "per_proj"):
+                yield Held("gain", columns, 1)
+            yield Held(linear, hidden, columns)  # o; down
 
     def _hidden_gain(self) -> Held:
         """Of a norm between layers. Under sequence parallelism its gradient is a sum over TP, which

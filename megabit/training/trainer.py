@@ -16,8 +16,9 @@ from megabit.checkpoint import Checkpoint, CheckpointStore, on_all_ranks
 from megabit.config import Config, to_yaml
 from megabit.data.batches import BatchSource, Prefetcher
 from megabit.data.corpus import CorpusInfo, check_vocab, load_corpus
-from megabit.data.sampler import HeldOutWindows, TrainingSampler
+from megabit.data.sampler import TrainingSampler
 from megabit.errors import UserError
+from megabit.evaluation.text_sets import TextSet, open_sets
 from megabit.files import write_text
 from megabit.mesh import ParallelMesh
 from megabit.reduce import any_rank, first_problem, is_same
@@ -27,7 +28,7 @@ from megabit.training import resume
 from megabit.training.accounting import take_account
 from megabit.training.assets import keep_assets, kept_assets
 from megabit.training.describe import describe, stage_table
-from megabit.training.evaluate import Evaluation, evaluate
+from megabit.training.evaluate import evaluate
 from megabit.training.initial import begin_with, open_initial
 from megabit.training.interval import Interval
 from megabit.training.lock import RunLock
@@ -57,7 +58,7 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
     _check_same_settings(config, mesh)
     corpus = open_corpus(config, mesh)
     sampler = TrainingSampler(corpus.open_train(), config.data.seq_length, config.train.seed)
-    windows = open_windows(config, corpus)
+    sets = open_sets(config, corpus, mesh)
     files = RunFiles(Path(config.run.dir))
     alerts = AlertBook(config.telemetry.alerts)
 
@@ -89,7 +90,7 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         assets = kept_assets(files.assets) if mesh.is_main else {}
         snapshots = CheckpointStore(files.snapshots, mesh, retention_of(config))
         saver = Saver(state, store, snapshots, corpus, assets, log.say)
-        trainer = Trainer(state, corpus, windows, saver, alerts, log, files)
+        trainer = Trainer(state, corpus, sets, saver, alerts, log, files)
         with log, saver:
             saver.before(step)
             step = trainer.run(sampler, step)
@@ -106,13 +107,6 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         conclude(state, corpus, result, files, console)
         saver.require(step)
         return True
-
-
-def open_windows(config: Config, corpus: CorpusInfo) -> HeldOutWindows:
-    """All held-out text, in samples."""
-    end_of_text = corpus.load_tokenizer().token_to_id(corpus.end_of_text)
-    assert end_of_text is not None, "load_tokenizer has checked it"
-    return HeldOutWindows(corpus.open_held_out(), config.data.seq_length, end_of_text)
 
 
 def _begin(
@@ -144,7 +138,8 @@ def open_corpus(config: Config, mesh: ParallelMesh) -> CorpusInfo:
 def _check_same_settings(config: Config, mesh: ParallelMesh) -> None:
     """Refuse ranks that were started with other settings: they would train different models."""
     settings = dataclasses.asdict(config)
-    for local in ("text", "dir"):  # hosts may keep their copies of the text in other places
+    # Hosts may keep their copies of the text in other places.
+    for local in ("text", "dir", "validation"):
         del settings["data"][local]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).digest()
     if not is_same(digest, mesh.world, mesh.device):
@@ -192,7 +187,8 @@ class Trainer:
 
     state: TrainingState
     corpus: CorpusInfo
-    windows: HeldOutWindows
+    sets: Mapping[str, TextSet]
+    """To evaluate on: held-out text and validation sets."""
     saver: Saver
     alerts: AlertBook
     log: MetricsLog
@@ -266,15 +262,15 @@ class Trainer:
             elif alert.rule.action == "stop":
                 raise Stopped(step, f"step {step}: {alert.text}; telemetry.alerts says stop")
 
-    def evaluate(self, step: int, limit: int | None = None) -> Evaluation | None:
-        """Held-out loss after ``step`` steps, on ``limit`` windows or on all text; None while the
-        model is not ternary yet."""
+    def evaluate(self, step: int, limit: int | None = None) -> EvaluationMetrics | None:
+        """How good the model is after ``step`` steps, on ``limit`` windows of each text or on all;
+        None while it is not ternary yet."""
         share = self.state.quantization_of(step).share
         if share < 1:
             self.log.say(f"step {step:>6}  not evaluated: λ = {share:.2f}, it is not ternary yet")
             return None
-        result = evaluate(self.state, self.windows, self.corpus.held_out, limit)
-        self.log.evaluation(EvaluationMetrics(step, result.loss, result.bits_per_byte))
+        result = evaluate(self.state, self.sets, step, limit)
+        self.log.evaluation(result)
         return result
 
     def trace(self, report: StepReport, step: int) -> None:

@@ -22,7 +22,7 @@ from megabit.data.tokenizer import train_tokenizer
 from megabit.interop.gguf_export import GgufTensorType, export_gguf
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStages, build_stages
-from megabit.tensor_parallel.bitlinear import ternary_layers
+from megabit.tensor_parallel import ternary_layers
 from megabit_kernels import TernaryWeight
 from tests.interop.gguf_tokenizers import CORPUS, TEXTS, llama_3_tokenizer, own_tokenizer
 from tests.interop.random_source import RandomSource

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megabit.data.corpus import CorpusInfo, SplitInfo
-from megabit.data.sampler import HeldOutWindows
+from megabit.data.corpus import HELD_OUT, CorpusInfo, SplitInfo
 from megabit.data.tokenizer import END_OF_TEXT
+from megabit.evaluation.text_loss import bits_per_byte
+from megabit.evaluation.text_sets import held_out_set
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
 from megabit.model import build_stages
-from megabit.training.evaluate import Evaluation, bits_per_byte, evaluate
+from megabit.telemetry import EvaluationMetrics
+from megabit.training.evaluate import evaluate
 from megabit.training.step import TrainingState
 from tests.training.tiny import make_mesh, tiny, tiny_corpus
 
@@ -49,13 +51,12 @@ def plain_losses(corpus: CorpusInfo) -> list[torch.Tensor]:
 
 def evaluate_in_ranks(
     corpus: CorpusInfo, settings: Sequence[str], world_size: int, limit: int | None = None
-) -> list[Evaluation]:
+) -> list[EvaluationMetrics]:
     config = tiny("precision.compute=float64", *settings)
 
-    def run() -> Evaluation:
+    def run() -> EvaluationMetrics:
         state = TrainingState.create(config, make_mesh(config))
-        windows = HeldOutWindows(corpus.open_held_out(), S, end_of_text(corpus))
-        return evaluate(state, windows, corpus.held_out, limit)
+        return evaluate(state, {HELD_OUT: held_out_set(corpus, S)}, 0, limit)
 
     return run_ranks(run, world_size)
 
@@ -82,11 +83,13 @@ def test_all_held_out_text(
     assert len(losses) == corpus.open_held_out().num_tokens
     assert len(losses) % S  # the last window is padded
     for result in evaluate_in_ranks(corpus, settings, world_size):
-        assert result.num_tokens == len(losses)
+        assert result.held_out_tokens == len(losses)
         # fp64 sums in another order: a few units of 2^-53.
-        assert result.loss == pytest.approx(losses.mean().item(), rel=1e-12)
+        assert result.held_out_loss == pytest.approx(losses.mean().item(), rel=1e-12)
         bits = losses.sum().item() / math.log(2)
-        assert result.bits_per_byte == pytest.approx(bits / corpus.held_out.bytes, rel=1e-12)
+        assert result.held_out_bits_per_byte == pytest.approx(
+            bits / corpus.held_out.bytes, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -97,8 +100,8 @@ def test_some_windows_spread_evenly(
     count = min(limit, len(plain_losses))
     chosen = torch.cat([plain_losses[i * len(plain_losses) // count] for i in range(count)])
     for result in evaluate_in_ranks(corpus, (), world_size, limit):
-        assert result.num_tokens == len(chosen)
-        assert result.loss == pytest.approx(chosen.mean().item(), rel=1e-12)  # as above
+        assert result.held_out_tokens == len(chosen)
+        assert result.held_out_loss == pytest.approx(chosen.mean().item(), rel=1e-12)  # as above
 
 
 def test_held_out_bytes_are_those_of_the_text(corpus: CorpusInfo) -> None:

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megabit.checkpoint.manifest import NEVER_TERNARY
+from megabit.checkpoint.ternary import write_training
 from megabit.config import Config, ModelConfig
 from megabit.data.batches import Batch
 from megabit.data.corpus import CorpusInfo
+from megabit.interop.huggingface import HuggingFaceSource
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
 from megabit.model import build_stages
@@ -50,6 +53,7 @@ LAYOUTS = [
     ),
     pytest.param((TP2, SP, PP2), 4, id="tp2-sp-pp2"),
 ]
+ENDS = (LAYOUTS[0], LAYOUTS[-1])
 LLAMA = ModelConfig(
     vocab_size=300,
     hidden_size=48,
@@ -142,8 +146,13 @@ def plain(config: Config, step: int, theirs: Tensor) -> tuple[float, float, Mapp
     return losses[keep].mean().item(), objective.item(), dict(zip(names, gradients, strict=True))
 
 
-@pytest.mark.parametrize(("settings", "world_size"), LAYOUTS)
-@pytest.mark.parametrize("select", ["all", "excess"])
+@pytest.mark.parametrize(
+    ("select", "settings", "world_size"),
+    [
+        *(pytest.param("all", *layout.values, id=str(layout.id)) for layout in LAYOUTS),
+        *(pytest.param("excess", *layout.values, id=f"excess-{layout.id}") for layout in ENDS),
+    ],
+)
 def test_distillation(
     select: str,
     settings: tuple[str, ...],
@@ -203,6 +212,19 @@ def test_a_model_has_nothing_to_learn_from_itself(
         return objective == pytest.approx(loss, rel=1e-6 if settings == () else 1e-3)
 
     assert all(run_ranks(run, 2 if settings else 1))
+
+
+def test_an_import_of_a_dense_model_teaches_as_a_dense_one(
+    llama: Path, theirs: dict[int, Tensor], tmp_path: Path
+) -> None:
+    """Elsewhere it counts as the ternary model that it may become."""
+    source = HuggingFaceSource(llama)
+    write_training(source, tmp_path / "import", {NEVER_TERNARY: True}, {}, lambda *_: None)
+    config = tiny(FP64, f"loss.teacher={tmp_path / 'import'}", *KD)
+    teacher = open_teacher(config, ParallelMesh())
+    assert teacher is not None
+    first, *_ = teacher.logits(own_batch(config, teacher.mesh, 0))
+    assert_theirs(first, of_rank(config, teacher.mesh, theirs[0], 0))
 
 
 def test_training_leaves_the_teacher_as_it_is(llama: Path) -> None:
