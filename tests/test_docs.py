@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from megabit.config import load_config
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
+TRAINING = ROOT / "docs" / "training.md"
 DOCUMENTS = [
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "kernels" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 # What makes a README command small enough for a test; each still runs as it is written.
@@ -33,6 +36,7 @@ SMALL = {
     "ckpt verify": "",
     "config": "",
     "eval": "",
+    "report": "",
     "export gguf": "",
     "export hf": "",
     "export safetensors": "",
@@ -69,7 +73,7 @@ def run_command(line: str, folder: Path) -> None:
 
 
 def test_the_readme_shows_every_command() -> None:
-    shown = {command_of(line) for line in commands(README, CHECKPOINTS)}
+    shown = {command_of(line) for line in commands(README, CHECKPOINTS, TRAINING)}
     assert shown == set(SMALL)
 
 
@@ -92,7 +96,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", commands(README, CHECKPOINTS))
+@pytest.mark.parametrize("line", commands(README, CHECKPOINTS, TRAINING))
 def test_documented_command_runs(line: str, workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     shutil.copytree(workplace, folder, symlinks=True)
@@ -107,6 +111,13 @@ def test_readme_code_runs(document: str) -> None:
     assert blocks
     for block in blocks:
         exec(block, {})
+
+
+@pytest.mark.parametrize("block", code_blocks(TRAINING, "yaml"))
+def test_settings_in_the_documents_are_settings(block: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(block)
+    load_config([str(file), "checkpoint.save_interval=10"])
 
 
 def test_nothing_is_left_to_be_filled_in() -> None:

@@ -120,6 +120,11 @@ def _loss(config: Config) -> Iterator[str]:
                 f"data.seq_length: {config.data.seq_length} must be even with "
                 "loss.objective=embedding: its halves are a pair"
             )
+        if not config.model.tie_word_embeddings:
+            yield (
+                "model.tie_word_embeddings: must be true with loss.objective=embedding, which "
+                "trains no head"
+            )
         if config.parallel.exact == "full":
             yield "parallel.exact: full is for loss.objective=language_model"
 

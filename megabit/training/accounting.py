@@ -20,10 +20,15 @@ MIB = 2**20
 
 def take_account(
     state: TrainingState, metrics: IntervalMetrics, reports: Sequence[StepReport]
-) -> Accounting:
+) -> Accounting | None:
     """Of the steps of an interval, whose ``metrics`` have what was sent, and of the memory of
     the rank that keeps most, or that differs most from what it should; collective over the world.
+
+    None where there is no formula: with a teacher, whose forward passes send and keep more, and
+    without an output head.
     """
+    if state.teacher is not None or state.config.loss.objective != "language_model":
+        return None
     world = state.mesh.world
     expected_sent: defaultdict[str, float] = defaultdict(float)
     for kind, count in Counter(map(_kind_of, reports)).items():
