@@ -238,6 +238,8 @@ class ZeroOptimizer:
         fill, and of the masters. To be ended by ``publish``."""
         self.updates = updates
         self.adam.state.clear()
+        if self.muon is not None:
+            self.muon.momentum.clear()
         for group in self.adam.param_groups:
             if "step" in group:  # apex counts by group
                 group["step"] = updates

@@ -126,6 +126,21 @@ class KilledAfterRollback(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_rollback_to_the_start_forgets_all_moments(
+    corpus: CorpusInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    settings = (*LEARNS[:2], "checkpoint.save_interval=16", f"optim.name={name}")
+    settings += (f"guard.rules=[{SPIKE}]",)
+    monkeypatch.setattr(trainer, "TrainingSampler", CorruptedSampler)
+    _, seen = run(config_of(corpus, tmp_path / "back", *settings), 1)
+    assert seen == [[(11, ["rollback"])]]
+    run(config_of(corpus, tmp_path / "without", *settings, "data.skip_samples=[0,96]"), 1)
+    back, without = (checkpoint(tmp_path / run, 16) for run in ("back", "without"))
+    assert back.keys() == without.keys()
+    assert all(torch.equal(back[name], without[name]) for name in back)
+
+
 def test_a_run_that_is_stopped_right_after_a_rollback_knows_of_it(
     corpus: CorpusInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
