@@ -29,6 +29,7 @@ TELEMETRY = [
     "tensorboard",
     "prometheus-client>=0.19",  # gives its server back, so that it can be closed
     "nvidia-ml-py",
+    "wandb",
 ]
 """What only some sinks of metrics need; megabit says so where one is missing."""
 
@@ -71,7 +72,6 @@ setup(
         "typer",
         "matplotlib",
         "pyarrow",
-        "wandb",
     ],
     extras_require={
         "telemetry": TELEMETRY,

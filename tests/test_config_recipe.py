@@ -1,4 +1,4 @@
-"""Settings of a recipe that are wrong or do not go together: one line, which begins with the key."""
+"""Settings of a recipe that do not go together: one line, which begins with the key."""
 
 import pytest
 

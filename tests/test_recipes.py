@@ -50,6 +50,20 @@ def test_a_recipe_fits_the_settings_alone_and_over_other_files(path: Path) -> No
     assert config.parallel.tp == config.parallel.pp == 2
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_command_in_a_recipe_fits_together(path: Path) -> None:
+    text = path.read_text(encoding="utf-8").replace("\\\n#", "")
+    for command in re.findall(r"^# +megabit train (.*)$", text, re.MULTILINE):
+        words = [word for word in command.split() if "…" not in word]
+        files = [str(EXAMPLES.parent / word) for word in words if word.startswith("examples/")]
+        load_config([*files, *(word for word in words if "=" in word)])
+
+
+def test_the_recipe_of_embeddings_over_another_has_its_own_length() -> None:
+    files = [str(EXAMPLES / "recipe" / f"{name}.yaml") for name in ("125m", "embedding")]
+    assert StepPlan.of(load_config(files)).steps == 2000
+
+
 @pytest.mark.parametrize("name", SOURCED)
 def test_each_section_says_where_it_is_from(name: str) -> None:
     """Right above it, or above one that it follows without an empty line or a comment between;

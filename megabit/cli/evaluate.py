@@ -118,7 +118,8 @@ def evaluate(
 
     Example: megabit eval runs/default parallel.tp=2 --nproc-per-node 2 --text other_texts/
     """
-    wanted = _Wanted(text or [], (tasks or "").split(",") if tasks else [], include_path, limit)
+    named = [name.strip() for name in (tasks or "").split(",")]
+    wanted = _Wanted(text or [], [name for name in named if name], include_path, limit)
     if out is not None:
         check_new(out)
     if nproc_per_node is not None:

@@ -3,6 +3,7 @@
 import sys
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,11 +47,11 @@ def train(
         if Launch.is_present():
             raise UserError("--nproc-per-node: a launcher has started this process already")
         # So that a mistake is told before anything starts.
-        _check_schedule(load_config(settings, nproc_per_node), nproc_per_node)
+        _check(load_config(settings, nproc_per_node), nproc_per_node)
         sys.exit(run_under_torchrun(["train", *settings], nproc_per_node))
     launch = Launch.from_environment()
     config = load_config(settings, launch.world_size)
-    _check_schedule(config, launch.world_size)
+    _check(config, launch.world_size)
 
     from rich.console import Console
 
@@ -75,11 +76,22 @@ def train(
         sys.exit(130)
 
 
-def _check_schedule(config: Config, world_size: int) -> None:
-    """Refuse a schedule of the user's that does not work."""
+def _check(config: Config, world_size: int) -> None:
+    """Refuse, before anything is written, what only a look beyond the settings can tell."""
     from megabit.pipeline.plan import plan_stages
+    from megabit.telemetry import AlertBook
 
     plan_stages(config, world_size // (config.parallel.tp * config.parallel.pp))
+    AlertBook(config.telemetry.alerts)
+    for key, path in (
+        ("run.init_from", config.run.init_from),
+        ("loss.teacher", config.loss.teacher),
+    ):
+        if path is not None and not Path(path).exists():
+            raise UserError(
+                f"{key}: {path} does not exist; give a checkpoint, a run's folder, or one of "
+                "Hugging Face's"
+            )
 
 
 def _prepare(config: Config, launch: Launch, mesh: "ParallelMesh") -> None:

@@ -342,7 +342,6 @@ def shipped_alerts() -> list[AlertRule]:
     """Those that every run has, unless ``telemetry.alerts`` names others."""
     return [
         AlertRule("loss is not a number", "loss is nan"),
-        AlertRule("steps were skipped", "skipped > 0"),
         AlertRule("gradient norm", "grad_norm > 10"),
         AlertRule("gradient norm varies", "grad_norm_std > 0.05", intervals=10),
         AlertRule("exposed communication", "exposed_share > 0.1", intervals=3),

@@ -221,7 +221,7 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"world size: {world_size} ranks do not fit parallel.tp={parallel.tp} × "
             f"parallel.pp={parallel.pp}; start a multiple of {model_ranks} "
-            f"(torchrun --nproc-per-node {model_ranks} -m megabit train …)"
+            f"(--nproc-per-node {model_ranks}, or torchrun)"
         )
         return
     dp = world_size // model_ranks

@@ -29,6 +29,36 @@ def recipe_problems(config: Config) -> Iterator[str]:
     for number, rule in enumerate(config.guard.rules):
         yield from (f"guard.rules[{number}].{line}" for line in _rule(rule, config))
     yield from _data_and_telemetry(config)
+    yield from _without_effect(config)
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Settings that are not the default and that nothing reads."""
+    optim, loss, two_stages = config.optim, config.loss, config.optim.schedule in TWO_STAGES
+    for section, keys, is_used, why in (
+        ("train", ("steps",), config.train.tokens is None, "train.tokens is set; set that to null"),
+        ("optim", ("warmup_steps",), optim.warmup_fraction is None, "warmup_fraction is set"),
+        ("optim", ("decay_fraction", "decay_shape"), optim.schedule == "wsd", "it is for wsd"),
+        ("optim", ("switch",), two_stages, f"optim.schedule={optim.schedule} has one stage"),
+        ("optim", ("min_lr",), optim.schedule != "constant", "optim.schedule is constant"),
+        (
+            "optim",
+            ("muon_momentum", "muon_iterations"),
+            optim.name == "muon",
+            f"optim.name is {optim.name}",
+        ),
+        (
+            "precision",
+            ("loss_scale", "loss_scale_interval"),
+            config.precision.compute == "float16",
+            "it is for precision.compute=float16",
+        ),
+        ("loss", ("distill_temperature",), loss.distill_weight > 0, "distill_weight is 0"),
+    ):
+        own = getattr(config, section)
+        for key in keys if not is_used else ():
+            if getattr(own, key) != getattr(type(own), key):
+                yield f"{section}.{key}: has no effect: {why}"
 
 
 def _quantization(config: Config) -> Iterator[str]:
@@ -156,7 +186,8 @@ def _optim(optim: OptimConfig) -> Iterator[str]:
             yield f"optim.{key}: must lie between 0 and 1, not {share}"
     if optim.eps <= 0:
         yield f"optim.eps: must be greater than 0, not {optim.eps}"
-    if optim.lr and not 0 <= optim.min_lr <= min(optim.lr):
+    is_falling = optim.schedule != "constant"
+    if optim.lr and is_falling and not 0 <= optim.min_lr <= min(optim.lr):
         yield f"optim.min_lr: must lie between 0 and the smallest of optim.lr={optim.lr}"
     if not 0 <= optim.muon_momentum < 1:
         yield f"optim.muon_momentum: must be at least 0 and below 1, not {optim.muon_momentum}"
@@ -199,20 +230,35 @@ def _rule(rule: GuardRule, config: Config) -> Iterator[str]:
             yield "action: rollback needs checkpoints to go back to; set checkpoint.save_interval"
         if rule.calm_steps is not None:
             yield "calm_steps: rollbacks are never forgotten, else they might never end"
-    if rule.action == "a16" and config.model.linear == "dense":
-        yield "action: a16 has no effect with model.linear=dense"
+    if rule.action == "a16":
+        for key, value in (("linear", "dense"), ("activations", "full")):
+            if getattr(config.model, key) == value:
+                yield f"action: a16 has no effect with model.{key}={value}"
+    for key, is_used in (
+        ("factor", rule.action == "lower_lr"),
+        ("window", rule.watch not in ("nonfinite", "grad_norm")),
+        ("above", rule.watch != "nonfinite"),
+    ):
+        if not is_used and getattr(rule, key) != getattr(GuardRule, key):
+            yield f"{key}: has no effect for watch={rule.watch}, action={rule.action}"
     if rule.action == "skip" and rule.watch == "plateau":
         yield "action: skip does not end a plateau; use lower_lr, alert or stop"
 
 
 def _data_and_telemetry(config: Config) -> Iterator[str]:
     pairs, telemetry = config.data.skip_samples, config.telemetry
+    for number, rule in enumerate(telemetry.alerts):
+        if rule.when.strip().startswith("layers.") and not telemetry.per_layer:
+            yield f"telemetry.alerts[{number}].when: layers are known with telemetry.per_layer=true"
     starts, stops = pairs[::2], pairs[1::2]
     if len(pairs) % 2 or any(not 0 <= a < b for a, b in zip(starts, stops, strict=False)):
         yield (
             "data.skip_samples: must be pairs of a first sample and one behind the last, "
             f"not {pairs}"
         )
+    file = telemetry.prometheus_textfile
+    if file is not None and not file.endswith(".prom"):
+        yield f"telemetry.prometheus_textfile: {file} must end in .prom, or nobody collects it"
     port = telemetry.prometheus_port
     if port is not None and not 0 <= port < 65_536:
         yield f"telemetry.prometheus_port: must lie between 0 and 65535, not {port}"

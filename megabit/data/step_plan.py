@@ -107,6 +107,12 @@ class SampleWindows:
                 merged.append((start, stop))
         return SampleWindows(tuple(merged))
 
+    def before(self, sample: int) -> "SampleWindows":
+        """What of them is below the sampler's number ``sample``."""
+        return SampleWindows(
+            tuple((start, min(stop, sample)) for start, stop in self.windows if start < sample)
+        )
+
     def sample(self, position: int) -> int:
         """The sampler's number of what is at ``position`` of the stream."""
         for start, stop in self.windows:

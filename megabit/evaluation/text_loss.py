@@ -14,6 +14,7 @@ from megabit.evaluation.forward import ForwardRunner, token_losses
 from megabit.evaluation.text_sets import TextSet
 from megabit.model import CausalLMStages
 from megabit.reduce import all_gather, all_reduce
+from megabit.telemetry.metrics import perplexity
 from megabit.tensor_parallel import ForwardPass
 
 
@@ -30,10 +31,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where fp64 cannot hold it."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
+        return perplexity(self.loss)
 
 
 def bits_per_byte(loss: float, split: SplitInfo) -> float:

@@ -4,11 +4,11 @@ A multiply-add is two. Counted is what the *model* takes, whatever a run does mo
 and in whatever numbers it does it (int8 forward). Norms, rotary positions, activations, softmax,
 quantization and a Hadamard transform's additions are left out, and the embedding is a lookup.
 
-Attention has two conventions. ``forward`` and ``total`` follow PaLM (arXiv 2204.02311, appendix B):
+Attention is counted as in PaLM (arXiv 2204.02311, appendix B):
 each query meets all S keys, so a token takes 6·N + 12·L·H·S in all, with N the weights of matrices
 (the head's, but no embedding that is only looked up) and H the hidden size. Figures of MFU in the
 literature mean that, so ours are of the same kind. Causal attention needs only (S + 1)/2 keys for
-each query, about S/2 on average: ``causal_forward`` and ``causal_total`` count S/2, 6·N + 6·L·H·S.
+each query: counted so, a token would take about 6·N + 6·L·H·S.
 """
 
 from dataclasses import dataclass
@@ -50,22 +50,12 @@ class Flops:
         """Forward and backward, as PaLM counts: what MFU is a share of."""
         return BACKWARD_AND_FORWARD * self.forward
 
-    @property
-    def causal_forward(self) -> int:
-        """With S/2 keys for each query."""
-        return self.products + self.attention // 2
 
-    @property
-    def causal_total(self) -> int:
-        """Forward and backward, with S/2 keys for each query."""
-        return BACKWARD_AND_FORWARD * self.causal_forward
-
-
-def flops_per_token(model: ModelConfig, seq_length: int) -> Flops:
+def flops_per_token(model: ModelConfig, seq_length: int, has_head: bool = True) -> Flops:
     """Of a token in samples of ``seq_length`` tokens (S).
 
     Grouped queries save in k and v, not in attention: each query head meets its keys. A tied head
-    computes as much as one of its own.
+    computes as much as one of its own; embeddings are made without.
     """
     hidden, layers = model.hidden_size, model.num_hidden_layers
     kv = model.num_key_value_heads * model.head_dim
@@ -79,5 +69,5 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> Flops:
         up=to_ffn,
         down=to_ffn,
         attention=2 * 2 * layers * hidden * seq_length,
-        head=2 * hidden * model.vocab_size,
+        head=2 * hidden * model.vocab_size if has_head else 0,
     )

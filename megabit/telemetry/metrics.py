@@ -122,13 +122,15 @@ class IntervalMetrics:
             f"{axis} {mb:.1f}" + ("" if expected_mb is None else f"/{expected_mb.get(axis, 0):.1f}")
             for axis, mb in self.sent_mb.items()
         )
+        share = "" if self.quantization_share == 1 else f"  λ {self.quantization_share:.2f}"
         flips = "" if self.code_flips is None else f"  flips {self.code_flips:.3%}"
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
         bits = "" if math.isnan(self.bits_per_byte) else f"bits/byte {self.bits_per_byte:.4f}  "
         return (
             f"step {self.step:>6}  loss {self.loss:.4f}  {bits}"
             f"norm {self.grad_norm:.3f}  lr {self.lr:.2e}  {self.tokens_per_s:,.0f} tok/s  "
-            f"zeros {self.zero_fraction:.1%}{flips}  MB {sent}  bubble {self.bubble:.0%}{mfu}"
+            f"zeros {self.zero_fraction:.1%}{share}{flips}  MB {sent}  "
+            f"bubble {self.bubble:.0%}{mfu}"
         )
 
 

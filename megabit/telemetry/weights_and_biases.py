@@ -28,8 +28,12 @@ class WandbSink:
     name = "Weights & Biases"
 
     def __init__(self, project: str, folder: Path, run_config: Mapping[str, Any]) -> None:
-        import wandb  # takes a second to import, and most runs do without
-
+        try:
+            import wandb  # takes a second to import, and most runs do without
+        except ImportError as error:
+            raise UserError(
+                "telemetry.wandb_project: needs the package wandb; pip install 'megabit[telemetry]'"
+            ) from error
         try:
             self._run = wandb.init(project=project, dir=str(folder), config=dict(run_config))
         except (wandb.Error, OSError) as error:

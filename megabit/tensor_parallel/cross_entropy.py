@@ -8,7 +8,7 @@ from torch.autograd import Function
 
 from megabit.mesh import Axis
 from megabit.reduce import all_reduce, gather_blocks
-from megabit.tensor_parallel.partition import Span, reduce_blocks
+from megabit.tensor_parallel.partition import Span, block_sums
 from megabit_kernels import numerics
 
 
@@ -67,10 +67,10 @@ class _VocabParallelCrossEntropy(Function):
         here = (targets >= rows.start) & (targets < rows.stop)
         columns = (targets - rows.start).masked_fill(~here, 0).unsqueeze(-1)
         own_target = shifted.gather(-1, columns).squeeze(-1).masked_fill(~here, 0)
-        own_logits = _block_sums(shifted, rows) if label_smoothing else shifted[:, :0]
+        own_logits = block_sums(shifted, rows) if label_smoothing else shifted[:, :0]
         exp = shifted.exp_()
         # One exchange for all: the target's logit is a value on one rank and zero on the others.
-        own = torch.cat([_block_sums(exp, rows), own_target.unsqueeze(-1), own_logits], -1)
+        own = torch.cat([block_sums(exp, rows), own_target.unsqueeze(-1), own_logits], -1)
         blocks = gather_blocks(own, tp).unflatten(-1, (tp.size, -1))
         count = len(rows.block_widths)
         normalizer = _sum_in_order(blocks[..., :count])
@@ -102,10 +102,6 @@ class _VocabParallelCrossEntropy(Function):
             grad -= (d_loss * (ctx.label_smoothing / ctx.vocab_size)).unsqueeze(-1)
         grad.scatter_add_(-1, columns, -(d_target * here).unsqueeze(-1))
         return grad.to(ctx.logits_dtype), None, None, None, None, None
-
-
-def _block_sums(x: Tensor, rows: Span) -> Tensor:
-    return reduce_blocks(x, rows.block_widths, lambda block: block.sum(-1))
 
 
 def _sum_in_order(blocks: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from megabit.mesh import Axis
 from megabit.reduce import all_reduce, gather_blocks
-from megabit.tensor_parallel.partition import Span, reduce_blocks
+from megabit.tensor_parallel.partition import Span, block_sums
 from megabit_kernels import numerics
 
 
@@ -57,7 +57,7 @@ class _VocabParallelKL(Function):
         )
         difference = teacher - student
         student, teacher = student.exp_(), teacher.exp_()
-        own = [_block_sums(x, rows) for x in (student, teacher, difference.mul_(teacher))]
+        own = [block_sums(x, rows) for x in (student, teacher, difference.mul_(teacher))]
         blocks = gather_blocks(torch.cat(own, -1), tp).unflatten(-1, (tp.size, 3, -1))
         # Contiguous, in block order: see ``gather_blocks``.
         z_student, z_teacher, weighted = (
@@ -76,7 +76,3 @@ class _VocabParallelKL(Function):
         (difference,) = ctx.saved_tensors
         grad = difference * (grads[0] * ctx.temperature).unsqueeze(-1)
         return grad.to(ctx.logits_dtype), None, None, None, None
-
-
-def _block_sums(x: Tensor, rows: Span) -> Tensor:
-    return reduce_blocks(x, rows.block_widths, lambda block: block.sum(-1))

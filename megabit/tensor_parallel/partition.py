@@ -109,3 +109,8 @@ def reduce_blocks(
     if len(set(widths)) == 1:
         return reduction(x.unflatten(-1, (len(widths), widths[0])))
     return torch.stack([reduction(block) for block in x.split(widths, dim=-1)], dim=-1)
+
+
+def block_sums(x: Tensor, columns: Span) -> Tensor:
+    """``[T, k]`` → ``[T, b]``: the sum of each of this rank's blocks."""
+    return reduce_blocks(x, columns.block_widths, lambda block: block.sum(-1))

@@ -71,8 +71,8 @@ class Guard:
 
     rules: Sequence[GuardRule]
     history: History = field(default_factory=History)
-    deeds: dict[int, Deed] = field(default_factory=dict)
-    """By the number of the rule."""
+    deeds: dict[str, Deed] = field(default_factory=dict)
+    """By what a rule watches and does (``_key``), so that other rules may be added and removed."""
 
     def judge(self, step: int, loss: float, norm: float) -> list[Verdict]:
         """The rules that fire at ``step`` (0-based), by order; remembers the step if it is good.
@@ -82,10 +82,10 @@ class Guard:
             norm: global L2 norm of the gradient; inf if anything in it is not finite.
         """
         verdicts = []
-        for number, rule in enumerate(self.rules):
-            evidence = self._evidence(number, rule, step, loss, norm)
+        for rule in self.rules:
+            evidence = self._evidence(rule, step, loss, norm)
             if evidence is not None:
-                verdicts.append(self._verdict(number, rule, step, evidence))
+                verdicts.append(self._verdict(rule, step, evidence))
         spares_weights = {verdict.action for verdict in verdicts} & SPARES_WEIGHTS
         if not spares_weights and math.isfinite(loss) and math.isfinite(norm):
             self.history.add(loss, norm, self.memory)
@@ -97,10 +97,8 @@ class Guard:
         windows = [rule.window * (2 if rule.watch == "plateau" else 1) for rule in self.rules]
         return max(windows, default=1)
 
-    def _verdict(
-        self, number: int, rule: GuardRule, step: int, evidence: Mapping[str, float | int]
-    ) -> Verdict:
-        deed = self.deeds.setdefault(number, Deed())
+    def _verdict(self, rule: GuardRule, step: int, evidence: Mapping[str, float | int]) -> Verdict:
+        deed = self.deeds.setdefault(_key(rule), Deed())
         if rule.calm_steps is not None and step - deed.last_step > rule.calm_steps:
             deed.times = 0
         action: GuardAction = rule.action if deed.times < rule.times else rule.then
@@ -109,7 +107,7 @@ class Guard:
         return Verdict(rule, action, {**evidence, "time": deed.times})
 
     def _evidence(
-        self, number: int, rule: GuardRule, step: int, loss: float, norm: float
+        self, rule: GuardRule, step: int, loss: float, norm: float
     ) -> dict[str, float | int] | None:
         """Why ``rule`` fires, or None."""
         is_finite = math.isfinite(loss) and math.isfinite(norm)
@@ -126,7 +124,7 @@ class Guard:
                 return _spike("grad_norm", norm, self.history.norms[-rule.window :], rule)
         # What follows looks at many steps at once, which stay the same ones for a while: once it
         # has fired, it waits for others.
-        deed, span = self.deeds.get(number), rule.window * (2 if rule.watch == "plateau" else 1)
+        deed, span = self.deeds.get(_key(rule)), rule.window * (2 if rule.watch == "plateau" else 1)
         if deed is not None and 0 <= step - deed.last_step < span:
             return None
         if rule.watch == "grad_norm_std":
@@ -157,6 +155,10 @@ def _spike(
     if score <= rule.above:
         return None
     return {name: value, "median": median, "z": score, "above": rule.above}
+
+
+def _key(rule: GuardRule) -> str:
+    return f"{rule.watch} above {rule.above:g} in {rule.window}: {rule.action}"
 
 
 def _number(value: float | int) -> str:

@@ -121,7 +121,9 @@ class Interval:
         norms = [report.grad_norm for report in updates]
         loss = _mean_of_tokens([(report.loss, report.num_tokens) for report in updates])
         tokens_per_s = sum(report.num_tokens for report in self._reports) / seconds
-        flops = flops_per_token(config.model, config.data.seq_length).total
+        # Embeddings are made of halves of a sample, and without a head.
+        length = config.data.seq_length // (1 if is_text else 2)
+        flops = flops_per_token(config.model, length, has_head=is_text).total
         tflops = tflops_per_rank(flops, tokens_per_s, ranks)
         peak = maxima["peak"][0]
         (busy_s,), (longest_s,) = sums["busy"], maxima["pipeline"]

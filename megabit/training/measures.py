@@ -6,6 +6,7 @@ over to full-precision activations, go back, stop. What is done is durable befor
 (``progress.MeasuresFile``).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megabit.errors import RunError
@@ -50,7 +51,8 @@ class Measures:
         elif report.is_skipped and not report.verdicts:
             self.log.say(f"step {step + 1:>6}  skipped: loss or gradient is not finite")
         for verdict in report.verdicts:
-            self.log.event(_event(verdict, step))
+            if verdict.action != "rollback":  # which is told with what came of it
+                self.log.event(_event(verdict, step, verdict.evidence, verdict.text))
             if verdict.action == "lower_lr":
                 progress.lr_factor *= verdict.rule.factor
             elif verdict.action == "a16":
@@ -68,7 +70,7 @@ class Measures:
             self._keep()
         return "rollback" in actions
 
-    def roll_back(self, step: int) -> int:
+    def roll_back(self, report: StepReport, step: int) -> int:
         """Go back to the newest checkpoint, and leave out the data from there to step ``step``
         (0-based); returns the steps done."""
         state, steps = self.state, self.state.steps
@@ -81,9 +83,11 @@ class Measures:
         state.progress.left_out = left_out.adding([(first, last + 1)])
         self._keep()
         self.log.rewind(good)
-        self.log.say(
-            f"step {good:>6}  back from step {step + 1}; samples {first} to {last} are left out"
-        )
+        for verdict in report.verdicts:
+            if verdict.action == "rollback":
+                text = f"{verdict.text} to step {good}; samples {first} to {last} are left out"
+                where = {"back_to": good, "first_sample": first, "last_sample": last}
+                self.log.event(_event(verdict, step, {**verdict.evidence, **where}, text))
         return good
 
     def _keep(self) -> None:
@@ -93,12 +97,12 @@ class Measures:
             self.log.try_to_write(file.path, lambda: file.write(self.state.progress))
 
 
-def _event(verdict: Verdict, step: int) -> Event:
+def _event(verdict: Verdict, step: int, evidence: Mapping[str, float | int], text: str) -> Event:
     return Event(
         step=step + 1,
         kind="guard",
         name=verdict.rule.watch,
         action=verdict.action,
-        evidence=dict(verdict.evidence),
-        text=verdict.text,
+        evidence=dict(evidence),
+        text=text,
     )

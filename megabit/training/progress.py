@@ -63,16 +63,20 @@ class Progress:
             "left_out": [edge for window in self.left_out.windows for edge in window],
             "lr_factor": self.lr_factor,
             "full_precision_activations": self.full_precision_activations,
-            "deeds": {str(n): [d.times, d.last_step] for n, d in self.guard.deeds.items()},
+            "deeds": {rule: [d.times, d.last_step] for rule, d in self.guard.deeds.items()},
         }
 
     def restore_measures(self, saved: Mapping[str, Any]) -> None:
-        """Take over what ``measures`` gave."""
+        """Take over what ``measures`` gave, beside what there is: measures only ever add up, so it
+        does not matter which of a checkpoint and the file is the newer one."""
         self.left_out = self.left_out.adding(SampleWindows.of(saved.get("left_out", [])).windows)
-        self.lr_factor = float(saved.get("lr_factor", 1.0))
-        self.full_precision_activations = bool(saved.get("full_precision_activations", False))
-        deeds = saved.get("deeds", {})
-        self.guard.deeds = {int(n): Deed(*deed) for n, deed in deeds.items()}
+        self.lr_factor = min(self.lr_factor, float(saved.get("lr_factor", 1.0)))
+        self.full_precision_activations |= bool(saved.get("full_precision_activations", False))
+        deeds = self.guard.deeds
+        for rule, numbers in saved.get("deeds", {}).items():
+            deed = Deed(*numbers)
+            if rule not in deeds or deed.last_step > deeds[rule].last_step:
+                deeds[rule] = deed
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ are kept beside the weights are in ``progress``.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -19,26 +20,30 @@ from megabit.checkpoint import (
     TensorReader,
     on_all_ranks,
 )
+from megabit.checkpoint.manifest import QUANTIZATION_SHARE
 from megabit.config import Config, leaves
-from megabit.data.step_plan import StepPlan
+from megabit.data.step_plan import SampleWindows, StepPlan
 from megabit.errors import UserError
+from megabit.training.schedule import quantization_share
 from megabit.training.step import TrainingState
 
 
 def manifest_of(state: TrainingState, step: int, corpus_fingerprint: str) -> Manifest:
     """Of a training checkpoint after ``step`` steps."""
-    config, mesh = state.config, state.mesh
+    config, mesh, model = state.config, state.mesh, state.config.model
+    if state.progress.full_precision_activations:  # what the model is from now on
+        model = dataclasses.replace(model, activations="full")
     return Manifest(
         kind="training",
         step=step,
         updates=state.optimizer.updates,
-        model=config.model,
+        model=model,
         max_length=config.data.seq_length,
         run={
             "config": dataclasses.asdict(config),
             "corpus": corpus_fingerprint,
             "consumed_samples": state.steps.samples_before(step),
-            "quantization_share": state.quantization_of(step).share,
+            QUANTIZATION_SHARE: state.quantization_of(step).share,
             "state": state.progress.state(),
             "measures": state.progress.measures(),
             "layout": {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size},
@@ -88,7 +93,18 @@ def check_resumable(config: Config, checkpoint: Checkpoint, corpus_fingerprint: 
             f"data.dir: {config.data.dir} is not the corpus that {path} was trained on; "
             "prepare that one again, or use another run.dir"
         )
+    problems += _skips(config, checkpoint)
     consumed, steps = manifest.run.get("consumed_samples"), StepPlan.of(config)
+    saved_share = manifest.run.get(QUANTIZATION_SHARE, 1.0)
+    share = quantization_share(
+        config.train.quantization_ramp, steps.tokens_before(manifest.step), steps.total_tokens
+    )
+    if share < saved_share:
+        problems.append(
+            f"train.quantization_ramp: λ was {saved_share:.2f} after step {manifest.step} in "
+            f"{path} and would be {share:.2f}: a model does not become less ternary. In a longer "
+            "run, a smaller share is the same ramp"
+        )
     if not problems and consumed != steps.samples_before(manifest.step):
         problems.append(
             f"{path}: has consumed {consumed} samples, which is not step {manifest.step} of a run"
@@ -101,6 +117,22 @@ def check_resumable(config: Config, checkpoint: Checkpoint, corpus_fingerprint: 
         )
     if problems:
         raise UserError(*problems)
+
+
+def _skips(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
+    """What is wrong with ``data.skip_samples``: the past cannot change, but more may be left out of
+    what is still to come."""
+    run = checkpoint.manifest.run
+    own = SampleWindows.of(config.data.skip_samples)
+    configured = SampleWindows.of(dict(leaves(run.get("config"))).get("data.skip_samples", []))
+    saved = SampleWindows.of(run.get("measures", {}).get("left_out", []))
+    cursor = saved.sample(int(run.get("consumed_samples", 0)))
+    past = [window.before(cursor) for window in (saved, saved.adding(own.windows))]
+    if past[0] != past[1] or own.adding(configured.windows) != own:
+        yield (
+            f"data.skip_samples: {config.data.skip_samples} would change what the run in "
+            f"{checkpoint.path} has seen; keep what it had, and add samples from {cursor} on"
+        )
 
 
 @torch.no_grad()
@@ -136,7 +168,6 @@ def _is_identity(key: str) -> bool:
         "precision.compute",
         "data.seq_length",
         "parallel.exact",
-        "data.skip_samples",
         "train.global_batch_size",
         "train.batch_ramp_start",
         "train.batch_ramp_increment",

@@ -4,7 +4,7 @@ A save that fails is an alert, never the end of a run: the checkpoint before sta
 one is tried when it is due.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from megabit.checkpoint import (
 from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.errors import RunError
+from megabit.telemetry import Event, MetricsLog
 from megabit.training.resume import manifest_of, training_parts
 from megabit.training.snapshot import ternary_parts
 from megabit.training.step import TrainingState
@@ -38,7 +39,7 @@ class Saver:
     corpus: CorpusInfo
     assets: Mapping[str, Path]
     """What travels with the model."""
-    say: Callable[[str], None]
+    log: MetricsLog
 
     def __enter__(self) -> Self:
         self.store.clean()
@@ -90,7 +91,7 @@ class Saver:
         Raises:
             RunError: there is none.
         """
-        checkpoint = self.store.find(self.state.config.checkpoint.auto_fallback, self.say)
+        checkpoint = self.store.find(self.state.config.checkpoint.auto_fallback, self.alert)
         if checkpoint is None:
             raise RunError(f"{self.store.folder.path}: there is no checkpoint to go back to")
         return checkpoint
@@ -127,12 +128,20 @@ class Saver:
         if saved.problem is not None:
             newest = store.durable_step
             stands = f"that of step {newest} stands" if newest >= 0 else "there is none so far"
-            self.say(f"ALERT step {saved.step} is not saved: {saved.problem}; {stands}")
+            self.alert(f"step {saved.step} is not saved: {saved.problem}; {stands}")
             return
-        self.say(
-            f"step {saved.step:>6}  saved in {saved.path}: {saved.bytes / MB:.1f} MB "
+        evidence = {"mb": saved.bytes / MB, "total_s": saved.total_s, "blocked_s": saved.blocked_s}
+        text = (
+            f"saved in {saved.path}: {saved.bytes / MB:.1f} MB "
             f"in {saved.total_s:.1f} s, for {saved.blocked_s:.2f} s of which training waited"
         )
+        self.log.event(
+            Event(saved.step, "checkpoint", store.folder.path.name, "saved", evidence, text)
+        )
+
+    def alert(self, problem: str) -> None:
+        """One line; training goes on."""
+        self.log.say(f"ALERT {problem}")
 
 
 def retention_of(config: Config) -> Retention:

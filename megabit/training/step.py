@@ -28,7 +28,7 @@ from megabit.pipeline.communicate import lookahead_on
 from megabit.pipeline.execute import PipelineResult, run_schedule
 from megabit.pipeline.plan import StagePlan, agree_on_plan
 from megabit.reduce import all_reduce
-from megabit.tensor_parallel import ActivationProbe, ForwardPass, Noise, Quantization
+from megabit.tensor_parallel import ActivationProbe, Noise, Quantization
 from megabit.training.clip import gradient_factor
 from megabit.training.guard import SPARES_WEIGHTS, Verdict
 from megabit.training.objective import Objective, build_objective
@@ -292,11 +292,6 @@ def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
         phases[name] = phases.get(name, 0.0) + time.perf_counter() - started
 
 
-def count_targets(batch: Batch, mesh: ParallelMesh) -> int:
-    """Target tokens over all microbatches and DP ranks."""
-    return int(all_reduce(batch.mask.sum(dtype=torch.int64), mesh.dp))
-
-
 def sum_over_stages(mesh: ParallelMesh, *losses: Sequence[Tensor]) -> list[float]:
     """Sum of each of ``losses`` over microbatches, stages and DP, on every rank."""
     # fp32 losses of like size leave fp64 with bits to spare: their sum is exact in any order.
@@ -305,10 +300,3 @@ def sum_over_stages(mesh: ParallelMesh, *losses: Sequence[Tensor]) -> list[float
         for loss in of_microbatches:
             row += loss
     return all_reduce(all_reduce(total, mesh.pp), mesh.dp).tolist()
-
-
-def microbatch_loss(
-    stages: CausalLMStages, batch: Batch, hidden: Tensor, microbatch: int, forward_pass: ForwardPass
-) -> Tensor:
-    """Loss sum of one microbatch, after the last stage."""
-    return stages.loss(hidden, batch.targets[microbatch], batch.mask[microbatch], forward_pass)

@@ -78,8 +78,8 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
         taken = on_all_ranks(MeasuresFile(files.measures).read, mesh)
         state, step, inherited = _begin(config, mesh, checkpoint, corpus)
         if checkpoint is not None:
-            saved = checkpoint.manifest.run.get("measures", {})
-            state.progress.restore_measures(saved if taken is None else taken)
+            for measures in (checkpoint.manifest.run.get("measures", {}), taken or {}):
+                state.progress.restore_measures(measures)
         lock.make_folder()
         log = _open_run(state, corpus, inherited, files, step, console)
         for line in describe(state, corpus, step):
@@ -89,7 +89,7 @@ def train(config: Config, mesh: ParallelMesh, console: Console) -> bool:
             console.print(table)
         assets = kept_assets(files.assets) if mesh.is_main else {}
         snapshots = CheckpointStore(files.snapshots, mesh, retention_of(config))
-        saver = Saver(state, store, snapshots, corpus, assets, log.say)
+        saver = Saver(state, store, snapshots, corpus, assets, log)
         trainer = Trainer(state, corpus, sets, saver, alerts, log, files)
         with log, saver:
             saver.before(step)
@@ -215,7 +215,7 @@ class Trainer:
                     report = train_step(self.state, batch, step, is_probed=is_logged)
                     interval.end_step(report)
                     if measures.take(report, step):
-                        step = measures.roll_back(step)
+                        step = measures.roll_back(report, step)
                         reader.close()
                         reader = self.read_ahead(sampler, step)
                         interval = Interval(self.state, gpu)

@@ -149,12 +149,11 @@ def test_the_shipped_rules() -> None:
     book = AlertBook(rules)
     good = GpuMetrics(utilization=0.97)
     for step in range(20):
-        row = metrics(step, gpu=good, skipped=0, grad_norm_std=0.01, exposed_share=0.05).row()
+        row = metrics(step, gpu=good, grad_norm_std=0.01, exposed_share=0.05).row()
         assert book.judge(row) == []
     bad = metrics(
         20,
         loss=math.nan,
-        skipped=1,
         grad_norm=11.0,
         grad_norm_std=0.06,
         exposed_share=0.2,

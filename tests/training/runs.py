@@ -91,7 +91,8 @@ def assert_same_tensors(tensors: dict[str, Tensor], others: dict[str, Tensor]) -
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without what a clock says, and without alerts, some of which go by it."""
+    """The metrics without what a clock says, and of events only the guard's: alerts go by the
+    clock, too, and what is saved when by who stops a run."""
     metrics = read_metrics(folder / "metrics.jsonl")
-    kept = [row for row in metrics if row.get("event", {}).get("kind") != "alert"]
+    kept = [row for row in metrics if row.get("event", {}).get("kind") in (None, "guard")]
     return [{key: row[key] for key in row.keys() - TIMES} for row in kept]

@@ -48,6 +48,14 @@ def test_without_calm_steps_nothing_is_forgotten() -> None:
     assert not any(actions[1:-2])
 
 
+def test_rules_are_known_by_what_they_are_and_not_by_their_place() -> None:
+    bad, rule = (math.nan, 1.0), GuardRule(watch="nonfinite", action="skip", times=1)
+    guard = Guard([rule])
+    assert judged(guard, bad) == [["skip"]]
+    guard.rules = [GuardRule(watch="grad_norm", above=9, action="alert"), rule]
+    assert judged(guard, bad, first=1) == [["stop"]]
+
+
 def test_a_spike_is_judged_by_the_median_distance_of_the_window() -> None:
     guard = Guard([GuardRule(watch="loss_spike", above=6, window=8, action="rollback")])
     assert not any(judged(guard, *CALM))
@@ -98,6 +106,15 @@ def test_a_plateau_compares_two_windows_and_then_waits_for_two_others() -> None:
     # Windows of 4 after step 9 are flat from step 17 on, but for what is above 0.01 · 4 before.
     assert fired == [16, 24]
     assert {found for found in map(tuple, actions) if found} == {("lower_lr",)}
+
+
+def test_a_plateau_may_be_found_again_after_going_back() -> None:
+    """Steps before the last deed are others, though their numbers are lower."""
+    guard = Guard([GuardRule(watch="plateau", above=0.01, window=2, action="lower_lr", times=9)])
+    flat = [(3.0, 1.0)] * 4
+    assert judged(guard, *flat, first=20)[-1] == ["lower_lr"]
+    guard.history.losses.clear()
+    assert judged(guard, *flat, first=10)[-1] == ["lower_lr"]
 
 
 def test_the_history_is_as_long_as_the_longest_window() -> None:

@@ -12,7 +12,7 @@ from megabit.pipeline.actions import Backward, Forward
 from megabit.pipeline.execute import PipelineResult
 from megabit.pipeline.timeline import Span
 from megabit.telemetry import IntervalMetrics
-from megabit.tensor_parallel import ternary_layers
+from megabit.tensor_parallel import TERNARY, ternary_layers
 from megabit.training.interval import Interval
 from megabit.training.parity import sample_source, uneven_batch
 from megabit.training.step import StepReport, TrainingState, train_step
@@ -31,7 +31,8 @@ def report_of(pipeline: PipelineResult, **changes: Any) -> StepReport:
         "grad_norm": 1.0,
         "lr": 1e-3,
         "weight_decay": 0.1,
-        "quantization_share": 1.0,
+        "quantization": TERNARY,
+        "next_share": 1.0,
         "loss_scale": 1.0,
         "is_updated": True,
     }

@@ -21,7 +21,7 @@ def used() -> Progress:
     for step in range(6):
         progress.guard.judge(step, 3 + 0.1 * step, 1 / 3)
         progress.loss_scale.after_step(overflowed=step == 4)
-    progress.guard.deeds[0] = Deed(2, 17)
+    progress.guard.deeds["a rule"] = Deed(2, 17)
     progress.left_out = SampleWindows.of([8, 16, 40, 48])
     progress.lr_factor = 0.25
     progress.full_precision_activations = True
@@ -41,8 +41,21 @@ def test_state_goes_back_and_measures_stay() -> None:
     progress.restore_state(saved)
     assert progress.guard.history.losses == []
     assert progress.loss_scale == LossScale(65536.0, 3)
-    assert progress.guard.deeds == {0: Deed(2, 17)}
+    assert progress.guard.deeds == {"a rule": Deed(2, 17)}
     assert progress.lr_factor == 0.25
+
+
+def test_measures_of_a_checkpoint_and_of_the_file_add_up() -> None:
+    older = {"left_out": [0, 8], "lr_factor": 0.5, "deeds": {"a": [7, 10], "b": [1, 3]}}
+    newer = {"lr_factor": 0.25, "deeds": {"a": [12, 40]}, "full_precision_activations": True}
+    for saved in ((older, newer), (newer, older)):
+        progress = Progress.of(FP16)
+        for measures in saved:
+            progress.restore_measures(measures)
+        assert progress.left_out == SampleWindows(((0, 8),))
+        assert progress.lr_factor == 0.25
+        assert progress.full_precision_activations
+        assert progress.guard.deeds == {"a": Deed(12, 40), "b": Deed(1, 3)}
 
 
 def test_an_old_checkpoint_has_none_of_it() -> None:

@@ -335,3 +335,32 @@ def test_a_run_begins_with_the_weights_of_another(corpus: CorpusInfo, tmp_path: 
     message = refused(config_of(corpus, snapshot, codes), 2)
     assert "holds codes and scales only, and no optimizer can go on from these" in message
     assert not snapshot.exists()
+
+
+def test_more_samples_may_be_left_out_of_what_is_to_come(
+    corpus: CorpusInfo, tmp_path: Path
+) -> None:
+    """Three steps of 8 samples are done: what was seen stays as it was."""
+    start = ("train.steps=3", "data.skip_samples=[4,8]")
+    train(config_of(corpus, tmp_path, *start), 1)
+    for skips in ("[]", "[4,8,10,12]", "[4,9]", "[4,8,27,30]"):
+        problem = refused(config_of(corpus, tmp_path, f"data.skip_samples={skips}"), 1)
+        assert problem.startswith("data.skip_samples: ")
+        assert problem.endswith("keep what it had, and add samples from 28 on")
+    finished, _ = train(config_of(corpus, tmp_path, "data.skip_samples=[4,8,28,40]"), 1)
+    assert finished
+    other = tmp_path / "other"
+    train(config_of(corpus, other, "data.skip_samples=[4,8,28,40]"), 1)
+    assert_same_tensors(checkpoint(tmp_path, 6), checkpoint(other, 6))
+
+
+def test_a_model_does_not_become_less_ternary(corpus: CorpusInfo, tmp_path: Path) -> None:
+    ramp = "train.quantization_ramp=0.5"
+    train(config_of(corpus, tmp_path, "train.steps=6", ramp), 1)
+    problem = refused(config_of(corpus, tmp_path, "train.steps=20", ramp), 1)
+    assert problem.startswith("train.quantization_ramp: λ was 1.00 after step 6")
+    assert "would be 0.60" in problem
+    finished, _ = train(
+        config_of(corpus, tmp_path, "train.steps=8", "train.quantization_ramp=0.3"), 1
+    )
+    assert finished

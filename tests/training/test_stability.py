@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from megabit.checkpoint import Manifest
 from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.data.sampler import TrainingSampler
@@ -36,6 +37,14 @@ SPIKE = "{watch: loss_spike, above: 3, window: 6, action: rollback, times: 2}"
 LAYOUTS = [
     pytest.param((), 2, id="dp2"),
     pytest.param(("parallel.tp=2", "parallel.pp=2"), 4, id="tp2-pp2"),
+    pytest.param(
+        ("optim.name=muon", "optim.zero_stage=2", "train.hidden_dropout=0.1"), 2, id="muon-zero2"
+    ),
+    pytest.param(
+        ("precision.compute=bfloat16", "precision.ternary_backward=int8", "optim.zero_stage=0"),
+        2,
+        id="int8-zero0",
+    ),
 ]
 LEARNS = ("optim.lr=[1e-2,5e-3]", "train.steps=16", "checkpoint.save_interval=4")
 """Loss falls from 5.7 to 3.8 in eleven steps; step 11 (0-based) takes samples 88 to 95. There it is
@@ -105,14 +114,15 @@ def test_a_rollback_ends_in_the_bits_of_a_run_that_never_saw_the_window(
     assert finished == [True] * world_size
     assert seen == [[]] * world_size
     for step in (8, 12, 16):
-        assert_same_tensors(
-            checkpoint(tmp_path / "back", step), checkpoint(tmp_path / "without", step)
-        )
+        back, never = (checkpoint(tmp_path / run, step) for run in ("back", "without"))
+        assert back.keys() == never.keys()
+        assert all(torch.equal(back[name], never[name]) for name in back)
     kept = [row for row in rows(tmp_path / "back") if "event" not in row]
     assert kept == rows(tmp_path / "without")
     (event,) = events(tmp_path / "back")
     assert (event["step"], event["kind"], event["action"]) == (12, "guard", "rollback")
     assert event["evidence"]["z"] > 3
+    assert event["text"].endswith(": rollback to step 8; samples 64 to 95 are left out")
     measures = json.loads((tmp_path / "back" / "measures.json").read_text())
     assert measures["left_out"] == [64, 96]
 
@@ -121,7 +131,7 @@ class KilledAfterRollback(io.StringIO):
     """A console's file that kills the process once it says that the run went back."""
 
     def write(self, text: str) -> int:
-        if "back from step" in text:
+        if ": rollback to step" in text:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().write(text)
 
@@ -156,6 +166,20 @@ def test_a_run_that_is_stopped_right_after_a_rollback_knows_of_it(
     assert_same_tensors(checkpoint(tmp_path / "stopped", 16), checkpoint(tmp_path / "without", 16))
 
 
+def test_a_rollback_takes_its_samples_from_the_stream(
+    corpus: CorpusInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which some are left out already: what touches those becomes one window with them."""
+    rule = SPIKE.replace("above: 3", "above: 2")  # a step earlier, losses lie further apart
+    settings = (*LEARNS, f"guard.rules=[{rule}]", "data.skip_samples=[40,48,96,104]")
+    monkeypatch.setattr(trainer, "TrainingSampler", CorruptedSampler)
+    _, seen = run(config_of(corpus, tmp_path, *settings), 1)
+    # The bad samples, 88 to 95, are in step 10 now; that of step 8 begins with sample 72.
+    assert seen == [[(10, ["rollback"])]]
+    measures = json.loads((tmp_path / "measures.json").read_text())
+    assert measures["left_out"] == [40, 48, 72, 104]
+
+
 def test_rollbacks_end(corpus: CorpusInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that fires whatever data it sees goes back ``times`` times, and stops."""
     rule = "{watch: grad_norm, above: 1e-6, action: rollback, times: 2}"
@@ -167,21 +191,21 @@ def test_rollbacks_end(corpus: CorpusInfo, tmp_path: Path, monkeypatch: pytest.M
     assert measures["left_out"] == [0, 16]
 
 
-def test_a_plateau_lowers_the_rate_once_and_for_good(corpus: CorpusInfo, tmp_path: Path) -> None:
+def test_a_plateau_lowers_the_rate_and_for_good(corpus: CorpusInfo, tmp_path: Path) -> None:
     """Rates so low that nothing is learned: a loss that hardly moves."""
-    rule = "{watch: plateau, above: 0.5, window: 3, action: lower_lr, factor: 0.25}"
+    rule = "{watch: plateau, above: 0.5, window: 2, action: lower_lr, factor: 0.25}"
     settings = (
         *("optim.schedule=constant", "optim.lr=[1e-7]", "optim.weight_decay=[0.0]"),
-        *("optim.min_lr=0", "optim.warmup_steps=0", "train.steps=8"),
+        *("optim.warmup_steps=0", "train.steps=10"),
         f"guard.rules=[{rule}]",
     )
     config = config_of(corpus, tmp_path, *settings)
     finished, seen = run(config, 2)
     assert finished == [True, True]
-    assert seen == [[(5, ["lower_lr"])]] * 2
+    assert seen == [[(3, ["lower_lr"]), (7, ["lower_lr"])]] * 2
     rates = [row["lr"] for row in rows(tmp_path) if "lr" in row]
-    assert rates == [1e-7] * 6 + [2.5e-8] * 2
-    (event,) = events(tmp_path)
+    assert rates == [1e-7] * 4 + [1e-7 / 4] * 4 + [1e-7 / 16] * 2
+    event, _ = events(tmp_path)
     assert event["evidence"]["mean_loss"] == pytest.approx(
         event["evidence"]["mean_loss_before"], abs=0.5
     )
@@ -199,7 +223,11 @@ def test_full_precision_activations_are_taken_up_and_kept(
     measures = json.loads((tmp_path / "measures.json").read_text())
     assert measures["full_precision_activations"] is True
 
-    # As good as a model that has them from the start, after its first step.
+    # What is saved is a model with such activations, for whoever opens it, and goes on with them.
+    assert Manifest.read(tmp_path / "checkpoints" / "step_00000004").model.activations == "full"
+    longer = config_of(corpus, tmp_path, "train.steps=5", f"guard.rules=[{rule}]")
+    assert run(longer, 2) == ([True, True], [[(4, ["alert"])]] * 2)
+
     never = config_of(corpus, tmp_path / "never", "train.steps=4")
     run(never, 2)
     int8 = [row["loss"] for row in rows(tmp_path / "never") if "loss" in row]
@@ -208,7 +236,7 @@ def test_full_precision_activations_are_taken_up_and_kept(
     # Saturation is counted of int8 activations, of which there are none any more.
     saturated = [row["saturation"] for row in rows(tmp_path) if "saturation" in row]
     assert saturated[0] is not None
-    assert saturated[1:] == [None] * 3
+    assert saturated[1:] == [None] * 4
 
 
 def test_stop_leaves_a_checkpoint_of_what_was_good(corpus: CorpusInfo, tmp_path: Path) -> None:
@@ -220,3 +248,15 @@ def test_stop_leaves_a_checkpoint_of_what_was_good(corpus: CorpusInfo, tmp_path:
     saved = checkpoint(tmp_path, 0)
     assert not any(name.startswith("exp_avg/") for name in saved)
     assert all(torch.isfinite(value).all() for value in saved.values())
+
+
+@pytest.mark.parametrize("action", ["checkpoint", "stop"])
+def test_an_alert_saves_or_stops_on_all_ranks(
+    corpus: CorpusInfo, tmp_path: Path, action: str
+) -> None:
+    rule = f"{{name: there is a loss, when: loss > 0, intervals: 2, action: {action}}}"
+    config = config_of(corpus, tmp_path, f"telemetry.alerts=[{rule}]", "train.steps=4")
+    finished, _ = run(config, 2)
+    assert finished == [action == "checkpoint"] * 2
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert saved == ["step_00000002", "step_00000004"][: 1 + (action == "checkpoint")]
