@@ -174,7 +174,7 @@ def train_step(
         optimizer.finish_gradients()
         norm = optimizer.gradient_norm(num_parameters(config.model)) / scale
         loss, objective = result.sums(state.mesh)
-    is_finite = math.isfinite(norm) and math.isfinite(objective)
+    is_finite = all(map(math.isfinite, (norm, objective, loss)))
     overflowed = not math.isfinite(norm) and progress.loss_scale.may_shrink
     verdicts = [] if overflowed else progress.guard.judge(step, loss, norm)
     is_updated = is_finite and not {v.action for v in verdicts} & SPARES_WEIGHTS
