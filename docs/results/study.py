@@ -131,6 +131,9 @@ def gap(of: dict[int, float], against: dict[int, float]) -> tuple[float, float]:
 def report() -> None:
     """Write what was found."""
     found = losses()
+    missing = [a.name for a in (*ARMS, *ABLATIONS) if len(found.get(a.name, {})) < len(SEEDS)]
+    if missing:
+        sys.exit(f"not trained yet, with all seeds: {', '.join(missing)}")
     with (FOLDER / "results.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["arm", "seed", "held_out_bits_per_byte", "settings"])
