@@ -14,7 +14,12 @@ from megabit.pipeline.communicate import lookahead_on
 from megabit.pipeline.execute import Finish, run_schedule
 from megabit.pipeline.placement import Placement
 from megabit.reduce import all_reduce
-from megabit.tensor_parallel import ForwardPass, Quantization, vocab_parallel_cross_entropy
+from megabit.tensor_parallel import (
+    TERNARY,
+    ForwardPass,
+    Quantization,
+    vocab_parallel_cross_entropy,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class ForwardRunner:
     stages: CausalLMStages
     placement: Placement
     mesh: ParallelMesh
-    quantization: Quantization = field(default_factory=Quantization)
+    quantization: Quantization = TERNARY
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     """By the number of microbatches."""
 
@@ -37,29 +42,32 @@ class ForwardRunner:
         """As many as keep all ranks of the pipeline busy."""
         return self.mesh.pp.size
 
-    def values(self, tokens: Sequence[Tensor], finish: Finish, shape: Sequence[int]) -> Tensor:
-        """What ``finish`` makes of each microbatch after the last stage: fp64 ``[m, *shape]``, on
-        every rank of the pipeline.
+    def outputs(self, tokens: Sequence[Tensor], finish: Finish) -> list[Tensor]:
+        """What ``finish`` makes of each microbatch, where the last stage is; none elsewhere.
 
         Args:
             tokens: of m microbatches, int64 ``[B, S]`` each.
-            finish: as for ``run_schedule``; gives a tensor of ``shape``.
+            finish: as for ``run_schedule``.
         """
         mesh, count = self.mesh, len(tokens)
         if count not in self._schedules:
             self._schedules[count] = make_forward_schedule(
                 self.placement, count, lookahead_on(mesh.device.type)
             )
-        result = run_schedule(
-            self._schedules[count],
-            self.stages,
-            tokens,
-            finish,
-            mesh.pp,
-            quantization=self.quantization,
-        )
-        values = torch.zeros(count, *shape, dtype=torch.float64, device=mesh.device)
-        for value, output in zip(values, result.outputs, strict=bool(result.outputs)):
+        schedule, quantization = self._schedules[count], self.quantization
+        return run_schedule(
+            schedule, self.stages, tokens, finish, mesh.pp, quantization=quantization
+        ).outputs
+
+    def values(self, tokens: Sequence[Tensor], finish: Finish, shape: Sequence[int]) -> Tensor:
+        """``outputs`` on every rank of the pipeline: fp64 ``[m, *shape]``.
+
+        Args:
+            finish: gives a tensor of ``shape``.
+        """
+        mesh, outputs = self.mesh, self.outputs(tokens, finish)
+        values = torch.zeros(len(tokens), *shape, dtype=torch.float64, device=mesh.device)
+        for value, output in zip(values, outputs, strict=bool(outputs)):
             value.copy_(output)
         return all_reduce(values, mesh.pp, purpose="statistics")  # all others have zeros
 

@@ -13,7 +13,7 @@ bf16 that is 0.25 MB for each token of the rank's step, at TP 1.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -24,16 +24,11 @@ from megabit.checkpoint.source import Index, ModelSource
 from megabit.config import Config, GuardConfig, LossConfig, ModelConfig, find_problems
 from megabit.data.batches import Batch
 from megabit.errors import UserError
+from megabit.evaluation.forward import ForwardRunner
 from megabit.evaluation.opening import load_runner
 from megabit.interop.huggingface import HuggingFaceSource
 from megabit.interop.opening import open_source
 from megabit.mesh import ParallelMesh
-from megabit.model import CausalLMStages
-from megabit.pipeline.actions import Schedule
-from megabit.pipeline.catalog import make_forward_schedule
-from megabit.pipeline.communicate import lookahead_on
-from megabit.pipeline.execute import run_schedule
-from megabit.pipeline.placement import Placement
 from megabit.tensor_parallel import ForwardPass
 
 
@@ -41,12 +36,8 @@ from megabit.tensor_parallel import ForwardPass
 class Teacher:
     """The stages of the teacher on one rank."""
 
-    stages: CausalLMStages
-    placement: Placement
-    """Of the run's schedule: the last stage is where the student's is."""
-    mesh: ParallelMesh
-    _schedules: dict[int, Schedule] = field(default_factory=dict)
-    """By the microbatches of a rank in a step."""
+    runner: ForwardRunner
+    """With the placement of the run's schedule: the last stage is where the student's is."""
 
     def logits(self, batch: Batch) -> list[Tensor]:
         """Of each microbatch, ``[T, v]`` in the compute dtype, where the last stage is; none
@@ -55,15 +46,10 @@ class Teacher:
         Args:
             batch: inputs ``[m, B, S]``, on the mesh's device.
         """
-        count = len(batch.inputs)
-        if count not in self._schedules:
-            lookahead = lookahead_on(self.mesh.device.type)
-            self._schedules[count] = make_forward_schedule(self.placement, count, lookahead)
-        schedule, tokens = self._schedules[count], batch.inputs.unbind()
-        return run_schedule(schedule, self.stages, tokens, self._head, self.mesh.pp).outputs
+        return self.runner.outputs(batch.inputs.unbind(), self._head)
 
     def _head(self, hidden: Tensor, microbatch: int, forward_pass: ForwardPass) -> Tensor:
-        return self.stages.logits(hidden, forward_pass)
+        return self.runner.stages.logits(hidden, forward_pass)
 
 
 def open_teacher(config: Config, mesh: ParallelMesh) -> Teacher | None:
@@ -87,7 +73,8 @@ def open_teacher(config: Config, mesh: ParallelMesh) -> Teacher | None:
     if isinstance(source, DenseSource):
         source.verify(mesh)
     runner = load_runner(source, teacher_config(config, source.model), mesh)
-    return Teacher(runner.stages.requires_grad_(False), runner.placement, mesh)
+    runner.stages.requires_grad_(False)
+    return Teacher(runner)
 
 
 def as_it_computes(source: ModelSource) -> ModelSource:

@@ -223,15 +223,15 @@ def test_an_import_of_a_dense_model_teaches_as_a_dense_one(
     config = tiny(FP64, f"loss.teacher={tmp_path / 'import'}", *KD)
     teacher = open_teacher(config, ParallelMesh())
     assert teacher is not None
-    first, *_ = teacher.logits(own_batch(config, teacher.mesh, 0))
-    assert_theirs(first, of_rank(config, teacher.mesh, theirs[0], 0))
+    first, *_ = teacher.logits(own_batch(config, teacher.runner.mesh, 0))
+    assert_theirs(first, of_rank(config, teacher.runner.mesh, theirs[0], 0))
 
 
 def test_training_leaves_the_teacher_as_it_is(llama: Path) -> None:
     config = tiny(f"loss.teacher={llama}", *KD, "optim.lr=[0.02,0.02]", "optim.warmup_steps=0")
     state = TrainingState.create(config, ParallelMesh())
     assert state.teacher is not None
-    assert not any(p.requires_grad for p in state.teacher.stages.parameters())
+    assert not any(p.requires_grad for p in state.teacher.runner.stages.parameters())
     batch = own_batch(config, state.mesh, 0)
     before = state.teacher.logits(batch)
     divergences = []
