@@ -56,6 +56,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return _spell_out_special_tokens(tokenizer)
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Any ``tokenizer.json``, as it is.
+
+    Raises:
+        UserError: it cannot be read, or is none.
+    """
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{path}: not a tokenizer ({error})") from error
+
+
 def load_tokenizer(path: Path, end_of_text: str = END_OF_TEXT) -> Tokenizer:
     """Read a ``tokenizer.json`` that ``Tokenizer.save`` wrote.
 

@@ -13,7 +13,7 @@ from megabit.checkpoint.model_source import CheckpointSource
 from megabit.checkpoint.source import ModelSource
 from megabit.config import Config, leaves
 from megabit.data.corpus import TOKENIZER, CorpusInfo, load_corpus
-from megabit.data.tokenizer import END_OF_TEXT, load_tokenizer
+from megabit.data.tokenizer import END_OF_TEXT, load_tokenizer, read_tokenizer
 from megabit.errors import UserError
 from megabit.evaluation.forward import ForwardRunner
 from megabit.interop.gguf_special_tokens import SpecialTokens, read_json
@@ -106,10 +106,7 @@ def model_tokenizer(source: ModelSource) -> ModelTokenizer:
     path = source.assets.get(TOKENIZER)
     if path is None:
         raise UserError(f"{source.path}: has no {TOKENIZER}, which texts are to be encoded with")
-    try:
-        plain = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{path}: not a tokenizer ({error})") from error
+    plain = read_tokenizer(path)
     special = SpecialTokens(
         path,
         plain,

@@ -10,11 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from megabit.checkpoint.source import ModelSource
-from megabit.data.tokenizer import END_OF_TEXT
-from megabit.errors import UserError
+from megabit.data.tokenizer import END_OF_TEXT, read_tokenizer
 from megabit.files import sync, write_text
 from megabit.interop.huggingface.json_fields import MAX_SIZE, Fields, read_json
 
@@ -76,12 +73,7 @@ def _end_of_text(source: ModelSource) -> int | None:
     """The id of what ends a document in a tokenizer of megabit's; None if it is another's."""
     if TOKENIZER not in source.assets or SETTINGS in source.assets:
         return None
-    path = source.assets[TOKENIZER]
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{path}: not a tokenizer ({error})") from error
-    return tokenizer.token_to_id(END_OF_TEXT)
+    return read_tokenizer(source.assets[TOKENIZER]).token_to_id(END_OF_TEXT)
 
 
 def _checked_ids(fields: Fields, key: str) -> int | list[int] | None:
