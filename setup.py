@@ -36,6 +36,9 @@ TELEMETRY = [
 LM_EVAL = ["lm_eval>=0.4.13"]
 """For tasks of lm-evaluation-harness (megabit eval --tasks)."""
 
+SERVE = ["fastapi>=0.115", "uvicorn>=0.30", "jinja2", "prometheus-client>=0.19", "psutil"]
+"""For ``megabit serve`` and ``megabit chat``; an engine in Python needs none of it."""
+
 setup(
     name="megabit",
     version=version(),
@@ -53,6 +56,7 @@ setup(
     package_data={
         "megabit_kernels.triton": ["tuned/*.json"],
         "megabit.report": ["assets/*"],
+        "megabit.serving": ["assets/*"],
     },
     ext_modules=[native_extension("kernels/csrc", "megabit_kernels")],
     cmdclass={"build_ext": BuildNative},
@@ -76,8 +80,10 @@ setup(
     extras_require={
         "telemetry": TELEMETRY,
         "lm-eval": LM_EVAL,
+        "serve": SERVE,
         "dev": [
             *TELEMETRY,
+            *SERVE,
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
@@ -86,6 +92,11 @@ setup(
             "transformers>=5.16",
             "accelerate",
             *LM_EVAL,
+            # What talks to the server, as its users' tools do.
+            "openai",
+            "lm_eval[api]",
+            "httpx2",
+            "websockets",
             "ruff",
             "mypy",
             "types-PyYAML",

@@ -6,7 +6,7 @@ looks a mesh up: it is made once and passed to whoever communicates.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,8 +32,13 @@ class Axis:
     group: dist.ProcessGroup | None = None
     sent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Bytes that this rank has sent along the axis so far, by purpose (``reduce.Purpose``)."""
+    sent_as: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The same bytes by codec where they have one (``coded``), else by purpose."""
     waited_s: float = 0.0
     """Seconds that this rank has been blocked in collectives of the axis so far."""
+    calls: int = 0
+    """Collectives and exchanges that this rank has waited for so far."""
+    _codec: str | None = field(default=None, init=False, repr=False)
 
     def global_rank(self, rank: int) -> int:
         """The world's number of this axis' ``rank``."""
@@ -45,14 +50,29 @@ class Axis:
         """What this rank has sent along the axis so far, for whatever purpose."""
         return sum(self.sent.values())
 
+    def count(self, num_bytes: float, purpose: str) -> None:
+        """Note that ``num_bytes`` are sent."""
+        self.sent[purpose] += num_bytes
+        self.sent_as[self._codec or purpose] += num_bytes
+
+    @contextmanager
+    def coded(self, codec: str) -> Iterator[None]:
+        """What the block begins to send is counted under ``codec``, too."""
+        outer, self._codec = self._codec, codec
+        try:
+            yield
+        finally:
+            self._codec = outer
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts the time of the block as waited."""
+        """Counts the time of the block as waited, for one collective."""
         started = time.perf_counter()
         try:
             yield
         finally:
             self.waited_s += time.perf_counter() - started
+            self.calls += 1
 
     @staticmethod
     def single(name: str) -> "Axis":
@@ -138,12 +158,11 @@ class ParallelMesh:
         Axes are those of the layout: what the ends of a pipeline exchange counts for ``pp``, and
         what all ranks of a stage or of the world exchange for ``world``.
         """
-        total: defaultdict[tuple[str, str], float] = defaultdict(float)
-        for name, axes in self._axes().items():
-            for axis in axes:
-                for purpose, count in axis.sent.items():
-                    total[name, purpose] += count
-        return dict(total)
+        return self._total(lambda axis: axis.sent)
+
+    def sent_as(self) -> dict[tuple[str, str], float]:
+        """The same bytes by axis and codec, or purpose of what has no codec (``Axis.sent_as``)."""
+        return self._total(lambda axis: axis.sent_as)
 
     def sent_bytes(self) -> dict[str, float]:
         """What this rank has sent so far, by axis."""
@@ -152,6 +171,18 @@ class ParallelMesh:
     def waited_s(self) -> dict[str, float]:
         """Seconds this rank has been blocked in collectives and exchanges so far, by axis."""
         return {n: sum(a.waited_s for a in axes) for n, axes in self._axes().items()}
+
+    def calls(self) -> dict[str, int]:
+        """Collectives and exchanges that this rank has waited for so far, by axis."""
+        return {n: sum(a.calls for a in axes) for n, axes in self._axes().items()}
+
+    def _total(self, counts: Callable[[Axis], dict[str, float]]) -> dict[tuple[str, str], float]:
+        total: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for name, axes in self._axes().items():
+            for axis in axes:
+                for key, count in counts(axis).items():
+                    total[name, key] += count
+        return dict(total)
 
     def _axes(self) -> dict[str, tuple[Axis, ...]]:
         return {

@@ -81,7 +81,7 @@ def start_all_reduce(
     rank."""
     if axis.group is None:
         return Pending.done(x)
-    axis.sent[purpose] += 2 * _others_share(axis) * _num_bytes(x)
+    axis.count(2 * _others_share(axis) * _num_bytes(x), purpose)
     work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
     return Pending(axis, work, lambda: x)
 
@@ -98,7 +98,7 @@ def start_all_gather(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pen
     if axis.group is None:
         return Pending.done(x)
     gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    axis.sent[purpose] += _others_share(axis) * _num_bytes(gathered)
+    axis.count(_others_share(axis) * _num_bytes(gathered), purpose)
     work = _all_gather_single(gathered, x.contiguous(), group=axis.group, async_op=True)
     return Pending(axis, work, lambda: gathered)
 
@@ -113,7 +113,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, purpose: Purpose = "control") ->
     if axis.group is None:
         return Pending.done(x)
     own = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    axis.sent[purpose] += _others_share(axis) * _num_bytes(x)
+    axis.count(_others_share(axis) * _num_bytes(x), purpose)
     work = _reduce_scatter_single(own, x.contiguous(), group=axis.group, async_op=True)
     return Pending(axis, work, lambda: own)
 
@@ -129,7 +129,7 @@ def start_all_to_all(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pen
     if axis.group is None:
         return Pending.done(x)
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    axis.sent[purpose] += _others_share(axis) * _num_bytes(x)
+    axis.count(_others_share(axis) * _num_bytes(x), purpose)
     work = dist.all_to_all_single(received, x.contiguous(), group=axis.group, async_op=True)
     return Pending(axis, work, lambda: received)
 
@@ -146,7 +146,7 @@ def start_exchange(
     if axis.group is None:
         return Pending.done(x)
     arrived = x.new_empty(sum(received))
-    axis.sent[purpose] += (sum(sent) - sent[axis.rank]) * x.element_size()
+    axis.count((sum(sent) - sent[axis.rank]) * x.element_size(), purpose)
     work = dist.all_to_all_single(
         arrived, x.contiguous(), [*received], [*sent], group=axis.group, async_op=True
     )
@@ -214,7 +214,7 @@ def broadcast(x: Tensor, source: int, axis: Axis) -> Tensor:
     """Give every rank of ``axis`` the ``x`` that its rank ``source`` has, in place."""
     if axis.group is not None:
         if axis.rank == source:
-            axis.sent["control"] += (axis.size - 1) * _num_bytes(x)
+            axis.count((axis.size - 1) * _num_bytes(x), "control")
         with axis.waiting():
             dist.broadcast(x, src=axis.global_rank(source), group=axis.group)
     return x

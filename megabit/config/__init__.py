@@ -4,7 +4,14 @@ arguments (``compose``) and checked as a whole before any process group exists (
 Nothing here imports torch, so that ``megabit config`` and ``--help`` answer at once.
 """
 
-from megabit.config.compose import config_from_tree, leaves, load_config, model_to_yaml, to_yaml
+from megabit.config.compose import (
+    config_from_tree,
+    leaves,
+    load_config,
+    load_serving_config,
+    model_to_yaml,
+    to_yaml,
+)
 from megabit.config.schema import (
     SCHEDULE_CHUNKS,
     AlertRule,
@@ -24,6 +31,12 @@ from megabit.config.schema import (
     TrainConfig,
     shipped_alerts,
 )
+from megabit.config.serving import (
+    EngineConfig,
+    ServerConfig,
+    ServingConfig,
+    ServingParallelConfig,
+)
 from megabit.config.validate import find_problems, tree_blocks
 
 __all__ = [
@@ -32,6 +45,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "EngineConfig",
     "GuardAction",
     "GuardConfig",
     "GuardRule",
@@ -41,12 +55,16 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "RunConfig",
+    "ServerConfig",
+    "ServingConfig",
+    "ServingParallelConfig",
     "TelemetryConfig",
     "TrainConfig",
     "config_from_tree",
     "find_problems",
     "leaves",
     "load_config",
+    "load_serving_config",
     "model_to_yaml",
     "shipped_alerts",
     "to_yaml",

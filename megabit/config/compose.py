@@ -6,18 +6,21 @@ with the file (or argument) it came from.
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megabit.config.schema import Config, ModelConfig
+from megabit.config.serving import ServingConfig, serving_problems
 from megabit.config.validate import find_problems
 from megabit.errors import UserError
+
+Root = TypeVar("Root")
 
 
 def load_config(arguments: Sequence[str], world_size: int | None = None) -> Config:
@@ -30,7 +33,16 @@ def load_config(arguments: Sequence[str], world_size: int | None = None) -> Conf
     Raises:
         UserError: with every problem found; nothing else has happened by then.
     """
-    tree = _unset_tree()
+    return _load(Config, arguments, lambda config: find_problems(config, world_size))
+
+
+def load_serving_config(arguments: Sequence[str]) -> ServingConfig:
+    """The same for the settings of a served model."""
+    return _load(ServingConfig, arguments, serving_problems)
+
+
+def _load(root: type[Root], arguments: Sequence[str], find: Callable[[Root], list[str]]) -> Root:
+    tree = _unset_tree(root)
     problems: list[str] = []
     unset: list[str] = []
     for argument in arguments:
@@ -40,13 +52,9 @@ def load_config(arguments: Sequence[str], world_size: int | None = None) -> Conf
                 problems.append(f"{argument}: {problem}" if "=" not in argument else problem)
                 unset.append(setting.key)
     config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config)
+    assert isinstance(config, root)
     # What could not be set has its default still: a complaint about that would mislead.
-    problems += [
-        problem
-        for problem in find_problems(config, world_size)
-        if not any(key in problem for key in unset)
-    ]
+    problems += [problem for problem in find(config) if not any(key in problem for key in unset)]
     if problems:
         raise UserError(*problems)
     return config
@@ -62,7 +70,7 @@ def config_from_tree(tree: Mapping[str, Any], origin: str) -> Config:
     Raises:
         UserError: with every problem found.
     """
-    target = _unset_tree()
+    target = _unset_tree(Config)
     found = [_set(target, _Setting(*leaf)) for leaf in leaves(tree)]
     problems = [problem for problem in found if problem is not None]
     config = OmegaConf.to_object(target)
@@ -73,8 +81,8 @@ def config_from_tree(tree: Mapping[str, Any], origin: str) -> Config:
     return config
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved tree as YAML; ``load_config`` of it gives the same ``Config``."""
+def to_yaml(config: Config | ServingConfig) -> str:
+    """The resolved tree as YAML; loading it gives the same tree."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -83,9 +91,9 @@ def model_to_yaml(model: ModelConfig) -> str:
     return OmegaConf.to_yaml({"model": OmegaConf.structured(model)})
 
 
-def _unset_tree() -> DictConfig:
+def _unset_tree(root: type) -> DictConfig:
     """The defaults, writable for as long as they are composed (frozen dataclasses are not)."""
-    tree = OmegaConf.structured(Config)
+    tree: DictConfig = OmegaConf.structured(root)
     for node in (tree, *(tree[section] for section in tree)):
         OmegaConf.set_readonly(node, False)
     return tree

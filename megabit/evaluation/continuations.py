@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megabit.evaluation.argmax import vocab_parallel_argmax
 from megabit.evaluation.forward import ForwardRunner
 from megabit.evaluation.token_batches import Shapes, by_length, dealt
 from megabit.model import CausalLMStages
 from megabit.reduce import all_reduce
 from megabit.tensor_parallel import ForwardPass, vocab_parallel_cross_entropy
+from megabit.tensor_parallel.argmax import vocab_parallel_argmax
 
 
 class Request(NamedTuple):

@@ -1,21 +1,24 @@
-"""Continue prompts by the likeliest tokens.
+"""Continue prompts by the likeliest tokens, as the engine of ``inference`` does it: with a cache of
+keys and values, and prompts that begin alike computed once."""
 
-Each token is a forward pass over the whole text so far, without a cache of keys and values: fine
-for short answers of an evaluation, slow for long ones.
-"""
-
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from megabit.evaluation.argmax import vocab_parallel_argmax
+from megabit.checkpoint import on_all_ranks
+from megabit.errors import UserError
 from megabit.evaluation.forward import ForwardRunner
-from megabit.evaluation.token_batches import Shapes, by_length, dealt
-from megabit.model import CausalLMStages
+from megabit.evaluation.token_batches import Shapes, dealt
+from megabit.inference.core import CoreSettings, EngineCore
+from megabit.inference.messages import (
+    AbortRequest,
+    AddRequest,
+    Message,
+    SamplingParams,
+    Tokens,
+)
 from megabit.reduce import all_reduce
-from megabit.tensor_parallel import ForwardPass
 
 NONE = -1
 """In place of a token that was not generated."""
@@ -34,62 +37,91 @@ def continue_greedily(
 
     Args:
         prompts: not empty, and short enough for all to fit into ``shapes.max_length``.
-        is_done: whether what was generated so far is enough; the same on all ranks.
+        is_done: whether what was generated so far is enough.
         num_ids: ids from this one on are never chosen.
+
+    Raises:
+        UserError: on all ranks: the layout is one that only training has a use for, or the model's
+            output is not a number.
     """
+    _check_layout(runner)
     mesh = runner.mesh
+    sequences = shapes.batch_size * runner.microbatches
+    settings = CoreSettings(
+        max_model_len=shapes.max_length,
+        max_sequences=sequences,
+        max_batched_tokens=shapes.batch_size * shapes.max_length,
+        num_blocks=sequences * -(-shapes.max_length // CoreSettings.block_size),
+        num_ids=num_ids,
+    )
+    core = EngineCore(runner.stages, mesh, settings)
+    answers = _Answers({}, is_done)
+    if core.relay.schedules:
+        own = [number for (number,) in dealt(range(len(prompts)), 1, mesh.dp)]
+        answers = _Answers({number: [] for number in own}, is_done)
+        if max_tokens:
+            _compute(core, {number: prompts[number] for number in own}, max_tokens, answers)
+        core.end()
+    else:
+        core.follow()
+    on_all_ranks(answers.check, mesh)
     results = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=mesh.device)
-    for numbers in (
-        numbers
-        for group in dealt(by_length(prompts, shapes.batch_size), 1, mesh.dp)
-        for numbers in group
-    ):
-        texts = [[*prompts[number]] for number in numbers]
-        made = _continue(runner, texts, max_tokens, is_done, shapes, num_ids)
-        for number, tokens in zip(numbers, made, strict=True):
-            filled = tokens + [NONE] * (max_tokens - len(tokens))
-            results[number] = torch.tensor(filled, device=mesh.device)
-    # Each prompt was continued on one DP rank; the others have zeros.
-    rows: list[list[int]] = all_reduce(results, mesh.dp, purpose="statistics").tolist()
-    return [[token for token in row if token != NONE] for row in rows]
+    for number, tokens in answers.made.items():
+        filled = tokens + [NONE] * (max_tokens - len(tokens))
+        results[number] = torch.tensor(filled, device=mesh.device)
+    # Each prompt was continued by one of the ranks that schedule; all others have zeros.
+    for axis in (mesh.tp, mesh.pp, mesh.dp):
+        results = all_reduce(results, axis, purpose="statistics")
+    return [[token for token in row if token != NONE] for row in results.tolist()]
 
 
-def _continue(
-    runner: ForwardRunner,
-    texts: list[list[int]],
-    max_tokens: int,
-    is_done: Callable[[list[int]], bool],
-    shapes: Shapes,
-    num_ids: int | None,
-) -> list[list[int]]:
-    """One microbatch of texts; collective over TP and PP."""
-    made: list[list[int]] = [[] for _ in texts]
-    active = [*range(len(texts))] if max_tokens else []
-    while active:
-        seen = [text + tokens for text, tokens in zip(texts, made, strict=True)]
-        # Rows that are done stay, so that no shape depends on when others are.
-        inputs = shapes.pad(seen, runner.mesh.device)
-        last = [len(text) - 1 for text in seen] + [0] * (shapes.batch_size - len(seen))
-        (chosen,) = runner.values(
-            [inputs],
-            partial(_likeliest, runner.stages, last, num_ids),
-            (shapes.batch_size,),
-        ).tolist()
-        for row in active:
-            made[row].append(int(chosen[row]))
-        active = [row for row in active if len(made[row]) < max_tokens and not is_done(made[row])]
-    return made
+@dataclass
+class _Answers:
+    """What was generated so far."""
+
+    made: dict[int, list[int]]
+    """By the number of the prompt."""
+    is_done: Callable[[list[int]], bool]
+    problem: str | None = None
+
+    def take(self, message: Message) -> AbortRequest | None:
+        """A message of the engine, and what is to be answered."""
+        if not isinstance(message, Tokens):
+            return None
+        if message.error is not None:
+            self.problem = message.error
+            return None
+        tokens = self.made[int(message.id)]
+        tokens += message.tokens
+        is_over = message.finish is not None or not self.is_done(tokens)
+        return None if is_over else AbortRequest(message.id)
+
+    def check(self) -> None:
+        if self.problem is not None:
+            raise UserError(f"--tasks: a prompt cannot be continued: {self.problem}")
 
 
-def _likeliest(
-    stages: CausalLMStages,
-    places: Sequence[int],
-    num_ids: int | None,
-    hidden: Tensor,
-    microbatch: int,
-    forward_pass: ForwardPass,
-) -> Tensor:
-    """After the last stage: of each row, the likeliest token behind a place; ``[B]``."""
-    logits = stages.logits(hidden, forward_pass).unflatten(0, (len(places), -1))
-    own = logits[torch.arange(len(places)), torch.tensor(places)]
-    return vocab_parallel_argmax(own, stages.vocab_rows, stages.context.tp, num_ids)
+def _compute(
+    core: EngineCore, prompts: Mapping[int, list[int]], max_tokens: int, answers: _Answers
+) -> None:
+    """Continue prompts, by their numbers."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0)
+    for number, prompt in prompts.items():
+        core.handle(AddRequest(str(number), tuple(prompt), sampling))
+    while core.has_work:
+        for message in core.step():
+            reply = answers.take(message)
+            if reply is not None:
+                core.handle(reply)
+
+
+def _check_layout(runner: ForwardRunner) -> None:
+    if runner.stages.context.sequence_parallel:
+        raise UserError(
+            "parallel.sequence_parallel: answers are generated without; set it to false"
+        )
+    if len(runner.stages.layouts) > 1:
+        raise UserError(
+            "parallel.schedule: answers are generated with one stage on each rank; "
+            "leave it out, and parallel.layers_per_stage"
+        )

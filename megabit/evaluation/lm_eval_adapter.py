@@ -125,8 +125,7 @@ class MegabitLM(TemplateLM):  # type: ignore[misc]  # it has no types
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations up to a stop sequence. Each token is a forward pass over the text
-        so far, so long answers take long."""
+        """Greedy continuations up to a stop sequence."""
         answers: list[str] = [""] * len(requests)
         by_settings: dict[str, list[int]] = {}
         for number, request in enumerate(requests):

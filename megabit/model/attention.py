@@ -17,10 +17,15 @@ from megabit.tensor_parallel import PLAIN, BlockPartition, ForwardPass, LayerCon
 
 
 class Attention(nn.Module):
-    """``Normalized [t, H]`` → ``[t, H]``; what follows attention communicates over TP."""
+    """``Normalized [t, H]`` → ``[t, H]``; what follows attention communicates over TP.
 
-    def __init__(self, model: ModelConfig, context: LayerContext) -> None:
+    Args:
+        layer: of the whole model; a cache keeps keys and values by it.
+    """
+
+    def __init__(self, model: ModelConfig, layer: int, context: LayerContext) -> None:
         super().__init__()
+        self.layer = layer
         tp = context.tp
         self.head_dim = model.head_dim
         split = HeadSplit(model.num_attention_heads, model.num_key_value_heads, tp.rank, tp.size)
@@ -46,7 +51,7 @@ class Attention(nn.Module):
         q, k, v = project([self.q_proj, self.k_proj, self.v_proj], x, forward_pass)
 
         def finish(q: Tensor, k: Tensor, v: Tensor, forward_pass: ForwardPass) -> Tensor:
-            y = self._attend(q, k, v, rope, batch)
+            y = self._attend(q, k, v, rope, batch, forward_pass)
             return self.o_proj(*self.before_o(y, forward_pass), forward_pass)
 
         if selective:
@@ -54,13 +59,23 @@ class Attention(nn.Module):
         return finish(q, k, v, forward_pass)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], batch: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: int,
+        forward_pass: ForwardPass,
     ) -> Tensor:
         """Projections ``[T, heads · head_dim]`` → ``[T, heads · head_dim]`` of the query heads."""
         q, k, v = (
             rearrange(y, "(b s) (h d) -> b s h d", b=batch, d=self.head_dim) for y in (q, k, v)
         )
         q, k = rotate(q, *rope), rotate(k, *rope)
+        if forward_pass.cache is not None:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            y = forward_pass.cache.attend(self.layer, q, k, v, self.kv_heads.index)
+            return y.flatten(1)
         k, v = self.kv_heads.expand(k, v)
         q, k, v = (rearrange(y, "b s h d -> b h s d") for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -13,11 +13,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megabit.config import Config, ModelConfig, tree_blocks
 from megabit.mesh import ParallelMesh
 from megabit.model.attention import Attention
 from megabit.model.dropout import Dropout
+from megabit.model.huggingface_attention import HuggingFaceAttention
 from megabit.model.initialize import initialize
 from megabit.model.linear import has_gains
 from megabit.model.mlp import MLP
@@ -82,7 +84,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.recompute = training.recompute_of(index)
         self.input_layernorm = hidden_norm(model, context, has_gains(model))
-        self.self_attn = Attention(model, context)
+        attention_type = Attention if context.huggingface is None else HuggingFaceAttention
+        self.self_attn = attention_type(model, index, context)
         self.post_attention_layernorm = hidden_norm(model, context, has_gains(model))
         self.mlp = MLP(model, context)
         self.dropouts = [
@@ -143,7 +146,13 @@ class DecoderStages(nn.Module):
         )
         if has_head:
             self.norm = hidden_norm(model, context)
-        self.rope = RotaryEmbedding(model.head_dim, max_length, model.rope_theta, context.device)
+        self.rope = RotaryEmbedding(
+            model.head_dim,
+            max_length,
+            model.rope_theta,
+            context.device,
+            as_huggingface=context.huggingface is not None,
+        )
 
 
 class CausalLMStages(nn.Module):
@@ -201,6 +210,11 @@ class CausalLMStages(nn.Module):
         return self.context.compute_dtype
 
     @property
+    def attentions(self) -> dict[int, Attention]:
+        """Those of the rank's stages, by the number of their layer in the whole model."""
+        return {module.layer: module for module in self.modules() if isinstance(module, Attention)}
+
+    @property
     def embedding_weight(self) -> ShardedParameter | None:
         """The embedding matrix, where this rank has a copy of it."""
         embedding = getattr(self.model, "embed_tokens", None)
@@ -250,7 +264,12 @@ class CausalLMStages(nn.Module):
             x = self.model.embedding_dropout(x, forward_pass)
         else:
             x = hidden
-        rope = self.model.rope.tables(length, x.dtype)
+        cache = forward_pass.cache
+        rope = (
+            self.model.rope.tables(length, x.dtype)
+            if cache is None
+            else self.model.rope.tables_at(cache.positions, x.dtype)
+        )
         for index in self.layouts[chunk].layers:
             x = self.model.layers[str(index)](x, rope, batch, forward_pass)
         return x
@@ -274,6 +293,8 @@ class CausalLMStages(nn.Module):
         weight = self.model.embed_tokens.weight if self.is_tied else self.lm_head.weight
         if self.head_use is not None:
             weight = self.head_use
+        if self.context.huggingface is not None:
+            return F.linear(values, weight.ready().to(values.dtype))
         return vocab_parallel_logits(values, weight, self.vocab_rows, self.context, forward_pass)
 
     def loss(

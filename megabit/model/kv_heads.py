@@ -69,7 +69,7 @@ class KVHeads:
         self.split, self.context = split, context
         self.is_shared = split.kv_heads % split.degree != 0
         self.is_one_to_one = split.kv_of_query == list(range(len(split.kv)))
-        self.index = torch.tensor(split.kv_of_query, device=context.device)
+        self.index = torch.tensor(split.kv_of_query, dtype=torch.int32, device=context.device)
 
     def expand(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v ``[B, S, kv heads, D]`` → ``[B, S, query heads, D]``.

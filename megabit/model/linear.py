@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megabit.config import ModelConfig
 from megabit.model.hadamard import hadamard, transform_width
-from megabit.model.norm import Normalized, RMSNorm, hidden_norm
+from megabit.model.huggingface_linear import HuggingFaceColumnLinear, HuggingFaceRowLinear
+from megabit.model.norm import Normalized, RMSNorm, hidden_norm, rms_norm
 from megabit.tensor_parallel import (
     BlockPartition,
     ColumnParallelBitLinear,
@@ -44,7 +45,10 @@ def has_gains(model: ModelConfig) -> bool:
 
 def column_linear(model: ModelConfig, rows: Span, context: LayerContext) -> ColumnParallelLinear:
     """A layer ``[t, H]`` → ``[T, n]``; as ``rms_norm`` it has the norm of its own, if any."""
-    layer_type = ColumnParallelBitLinear if model.linear == "ternary" else ColumnParallelLinear
+    layer_type: type[ColumnParallelLinear] = ColumnParallelLinear
+    if model.linear == "ternary":
+        is_own = context.huggingface is None
+        layer_type = ColumnParallelBitLinear if is_own else HuggingFaceColumnLinear
     layer = layer_type(model.hidden_size, rows, context)
     _set_quantizer(layer, model, "column")
     if model.norm_placement == "per_proj":
@@ -73,7 +77,10 @@ def row_linear(
     model: ModelConfig, columns: Span, place: Place, context: LayerContext
 ) -> RowParallelLinear:
     """A layer ``[T, k]`` → ``[t, H]``."""
-    layer_type = RowParallelBitLinear if model.linear == "ternary" else RowParallelLinear
+    layer_type: type[RowParallelLinear] = RowParallelLinear
+    if model.linear == "ternary":
+        is_own = context.huggingface is None
+        layer_type = RowParallelBitLinear if is_own else HuggingFaceRowLinear
     layer = layer_type(columns, model.hidden_size, context)
     _set_quantizer(layer, model, place)
     return layer
@@ -83,7 +90,7 @@ def sub_norm(model: ModelConfig, columns: Span, context: LayerContext) -> RMSNor
     """The norm before a row-parallel layer, if there is one."""
     if model.norm_placement == "prenorm":
         return None
-    return RMSNorm(columns, model.rms_norm_eps, context, has_gains(model))
+    return rms_norm(columns, model.rms_norm_eps, context, has_gains(model))
 
 
 class RowInput:

@@ -9,6 +9,7 @@ import torch
 from megabit.checkpoint.source import Index, LogicalTensor, ModelSource, logical_tensors
 from megabit.errors import UserError
 from megabit.model.decoder import CausalLMStages
+from megabit.model.huggingface_linear import HuggingFaceLayer, check_huggingface, read_product
 from megabit.tensor_parallel import Shard, TernaryLayer, sharded_parameters
 from megabit_kernels import TernaryWeight
 
@@ -24,6 +25,8 @@ def load_stages(stages: CausalLMStages, source: ModelSource) -> None:
         UserError: ``source`` is another model, or cannot be read.
     """
     context = stages.context
+    if context.huggingface is not None:
+        check_huggingface(source, context.huggingface)
     layers = {
         f"{name}.weight": module
         for name, module in stages.named_modules()
@@ -37,8 +40,12 @@ def load_stages(stages: CausalLMStages, source: ModelSource) -> None:
         )
     for name, parameter in parameters.items():
         index = _index(parameter.shard)
-        if name in layers:
-            layer, columns = layers[name], parameter.shard.local_shape[1]
+        layer = layers.get(name)
+        if isinstance(layer, HuggingFaceLayer):
+            layer.give_up_latent()
+            layer.product = read_product(source, name, index, context)
+        elif layer is not None:
+            columns = parameter.shard.local_shape[1]
             packed = source.codes(name, index).to(context.device)
             scale = source.scale(name).to(context.device, context.master_dtype)
             layer.give_up_latent()

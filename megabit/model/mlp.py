@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megabit.config import ModelConfig
+from megabit.interop.huggingface import arithmetic
 from megabit.model.linear import RowInput, column_linear, project, row_linear, sub_norm
 from megabit.model.norm import Normalized
 from megabit.model.recompute import recomputed
@@ -20,6 +21,7 @@ class MLP(nn.Module):
     def __init__(self, model: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.hidden_act = model.hidden_act
+        self.rounds_as_huggingface = context.huggingface is not None
         partition = BlockPartition(model.intermediate_size, model.num_attention_heads)
         columns = partition.span(context.tp.rank, context.tp.size)
         self.gate_proj = column_linear(model, columns, context)
@@ -38,9 +40,15 @@ class MLP(nn.Module):
         return self._finish(gate, up, forward_pass)
 
     def _finish(self, gate: Tensor, up: Tensor, forward_pass: ForwardPass) -> Tensor:
-        glu = _Relu2Glu if self.hidden_act == "relu2" else _SwiGlu
-        y = self.before_down(glu.apply(gate, up), forward_pass)
+        y = self.before_down(self._gated(gate, up), forward_pass)
         return self.down_proj(*y, forward_pass)
+
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.rounds_as_huggingface:
+            return arithmetic.activation(gate, self.hidden_act) * up
+        glu = _Relu2Glu if self.hidden_act == "relu2" else _SwiGlu
+        y: Tensor = glu.apply(gate, up)
+        return y
 
 
 class _SwiGlu(Function):

@@ -13,8 +13,9 @@ from torch.autograd import Function
 
 from megabit.apex import fused_rms_norm
 from megabit.config import ModelConfig
+from megabit.interop.huggingface import arithmetic
 from megabit.mesh import Axis
-from megabit.reduce import gather_blocks, sum_blocks, tree_sum
+from megabit.reduce import all_reduce, gather_blocks, sum_blocks, tree_sum
 from megabit.tensor_parallel import (
     PLAIN,
     ForwardPass,
@@ -98,6 +99,30 @@ class RMSNorm(nn.Module):
         return self.context.start_sum(total, "weight gradients").wait()
 
 
+class HuggingFaceRMSNorm(RMSNorm):
+    """``transformers``' RMSNorm, which rounds before it multiplies by the gain. For inference.
+
+    Of a split one every rank gets all columns, so it has the same bits at every TP.
+    """
+
+    def forward(self, x: Tensor, forward_pass: ForwardPass = PLAIN) -> Normalized:
+        """``absmax`` is empty: their layers take it of their input."""
+        assert self.weight is not None
+        columns = self.columns
+        y = arithmetic.normalized(whole_columns(x, columns, self.axis), self.eps)
+        values = self.weight.ready().to(x.dtype) * y[:, columns.start : columns.stop]
+        return Normalized(values, x.new_empty(0))
+
+
+def whole_columns(x: Tensor, columns: Span, tp: Axis) -> Tensor:
+    """All columns ``[T, K]`` of what is split over ``tp``, of which this rank has ``[T, k]``."""
+    if tp.size == 1:
+        return x
+    result = x.new_zeros(x.shape[0], columns.size)
+    result[:, columns.start : columns.stop] = x
+    return all_reduce(result, tp, purpose="activations")  # all others have zeros
+
+
 class _RMSNorm(Function):
     @staticmethod
     def forward(
@@ -153,4 +178,10 @@ class _RMSNorm(Function):
 def hidden_norm(model: ModelConfig, context: LayerContext, has_gain: bool = True) -> RMSNorm:
     """A norm of what goes from layer to layer, ``[t, H]``."""
     columns = whole(model.hidden_size, owned=context.tp.rank == 0)
-    return RMSNorm(columns, model.rms_norm_eps, context, has_gain)
+    return rms_norm(columns, model.rms_norm_eps, context, has_gain)
+
+
+def rms_norm(columns: Span, eps: float, context: LayerContext, has_gain: bool = True) -> RMSNorm:
+    """With the roundings that ``context`` asks for."""
+    norm_type = RMSNorm if context.huggingface is None else HuggingFaceRMSNorm
+    return norm_type(columns, eps, context, has_gain)

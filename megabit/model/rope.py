@@ -6,23 +6,44 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megabit.interop.huggingface import arithmetic
+
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their position: ``[B, S, heads, head_dim]`` → the same shape."""
+    """Rotates queries and keys by their position: ``[B, S, heads, head_dim]`` → the same shape.
 
-    def __init__(self, head_dim: int, max_length: int, theta: float, device: torch.device) -> None:
+    Args:
+        as_huggingface: angles are taken in fp32, as in ``transformers``.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_length: int,
+        theta: float,
+        device: torch.device,
+        as_huggingface: bool = False,
+    ) -> None:
         super().__init__()
         # In fp64, so that the tables of an fp64 run and of an fp32 run are the same numbers.
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         angle = torch.outer(torch.arange(max_length, dtype=torch.float64), theta**-exponent)
-        self.register_buffer("cos", angle.cos().to(device), persistent=False)  # [S, head_dim/2]
-        self.register_buffer("sin", angle.sin().to(device), persistent=False)
+        cos, sin = angle.cos(), angle.sin()
+        if as_huggingface:
+            whole = arithmetic.rotary_tables(max_length, head_dim, theta, torch.float32)
+            cos, sin = (table[0, 0, :, : head_dim // 2] for table in whole)
+        self.register_buffer("cos", cos.to(device), persistent=False)  # [S, head_dim/2]
+        self.register_buffer("sin", sin.to(device), persistent=False)
         self.cos: Tensor
         self.sin: Tensor
 
     def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin ``[length, 1, head_dim/2]``, for all layers of a forward pass."""
         return self.cos[:length, None].to(dtype), self.sin[:length, None].to(dtype)
+
+    def tables_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same for tokens at ``positions``, int64 ``[T]``: ``[T, 1, head_dim/2]``."""
+        return self.cos[positions, None].to(dtype), self.sin[positions, None].to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

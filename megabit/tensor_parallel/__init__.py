@@ -5,13 +5,14 @@ from megabit.tensor_parallel.bitlinear import (
     ColumnParallelBitLinear,
     RowParallelBitLinear,
 )
-from megabit.tensor_parallel.context import LayerContext
+from megabit.tensor_parallel.context import HuggingFaceForm, LayerContext
 from megabit.tensor_parallel.cross_entropy import TokenLosses, vocab_parallel_cross_entropy
 from megabit.tensor_parallel.distillation import vocab_parallel_kl
 from megabit.tensor_parallel.embedding import VocabParallelEmbedding
 from megabit.tensor_parallel.forward_pass import (
     PLAIN,
     TERNARY,
+    AttentionCache,
     ForwardPass,
     Kept,
     Noise,
@@ -43,11 +44,13 @@ __all__ = [
     "PLAIN",
     "TERNARY",
     "ActivationProbe",
+    "AttentionCache",
     "BitLinear",
     "BlockPartition",
     "ColumnParallelBitLinear",
     "ColumnParallelLinear",
     "ForwardPass",
+    "HuggingFaceForm",
     "Kept",
     "LayerContext",
     "MixedWeight",

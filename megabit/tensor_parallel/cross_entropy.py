@@ -50,6 +50,20 @@ def vocab_parallel_cross_entropy(
     )
 
 
+def log_probabilities(logits: Tensor, rows: Span, tp: Axis) -> Tensor:
+    """Of every token of this rank's part of the vocabulary: ``logits [T, v]`` → ``[T, v]`` in fp32
+    (fp64 for fp64 logits). The same bits at every TP degree: those of ``−cross_entropy``.
+
+    Sends a maximum and one sum per block of the vocabulary for each token over TP.
+    """
+    dtype = numerics.stats_dtype(logits.dtype)
+    largest = all_reduce(logits.amax(-1).to(dtype), tp, "max", "statistics")
+    shifted = logits.to(dtype) - largest.unsqueeze(-1)
+    blocks = gather_blocks(block_sums(shifted.exp(), rows), tp)
+    normalizer = _sum_in_order(blocks.unflatten(-1, (tp.size, -1)))
+    return shifted - normalizer.log().unsqueeze(-1)
+
+
 class _VocabParallelCrossEntropy(Function):
     @staticmethod
     def forward(

@@ -4,6 +4,7 @@ where backward puts what is to be computed later."""
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -77,6 +78,26 @@ TERNARY = Quantization()
 """λ = 1, and activations as the model says."""
 
 
+class AttentionCache(Protocol):
+    """Keys and values of tokens that earlier forward passes computed (``inference.kv_cache``)."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 ``[T]``: of the pass's tokens in their sequences."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_of_query: Tensor) -> Tensor:
+        """Keep ``k`` and ``v``, and attend to them and to what is kept of the same sequences.
+
+        Args:
+            layer: of the whole model.
+            q: ``[T, query heads, D]``, rotated; ``k`` and ``v``: ``[T, KV heads, D]``.
+            kv_of_query: int ``[query heads]``, the KV head that each reads.
+
+        Returns:
+            ``[T, query heads, D]``.
+        """
+
+
 @dataclass(frozen=True)
 class ForwardPass:
     """One forward pass of a stage."""
@@ -89,6 +110,9 @@ class ForwardPass:
     quantization: Quantization = TERNARY
     probe: ActivationProbe | None = None
     """Counts what activations are quantized to, where somebody wants to know."""
+    cache: AttentionCache | None = None
+    """Tokens are of many sequences, and attend to what is cached of them. None: they are whole
+    sequences of one length, which attend to themselves."""
 
     def statistics(self, compute: Callable[[], Tensor]) -> Tensor:
         """``compute()``, statistics that ranks share; a recomputation gets what it gave before."""

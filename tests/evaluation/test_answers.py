@@ -1,13 +1,14 @@
 """Losses, likelihoods and greedy answers, against a plain loop over the model's own logits."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from megabit.data.corpus import CorpusInfo, SplitInfo
-from megabit.evaluation.argmax import vocab_parallel_argmax
+from megabit.errors import UserError
 from megabit.evaluation.continuations import Request, score_continuations
 from megabit.evaluation.forward import ForwardRunner
 from megabit.evaluation.greedy import continue_greedily
@@ -17,6 +18,7 @@ from megabit.evaluation.token_batches import Shapes, by_length, dealt
 from megabit.launch import run_ranks
 from megabit.mesh import Axis, ParallelMesh
 from megabit.tensor_parallel import BlockPartition
+from megabit.tensor_parallel.argmax import vocab_parallel_argmax
 from tests.evaluation.saved_models import LENGTH, load, save_model, settings_of
 from tests.training.tiny import tiny_corpus
 
@@ -118,6 +120,14 @@ def test_greedy_answers(loaded: tuple[ForwardRunner, Shapes]) -> None:
     found = continue_greedily(runner, prompts, 8, is_done, shapes, num_ids=200)
     assert found == expected
     assert len({len(tokens) for tokens in found}) > 1
+
+
+def test_a_model_that_is_not_a_number(tmp_path: Path, corpus: CorpusInfo) -> None:
+    model = save_model(tmp_path / "saved", corpus)
+    runner, shapes = load(model, settings_of(model))
+    runner.stages.model.norm.weight.data.fill_(math.nan)
+    with pytest.raises(UserError, match="cannot be continued: the model's output is not a number"):
+        continue_greedily(runner, [[1, 2]], 3, lambda tokens: False, shapes)
 
 
 def test_the_lowest_of_equal_logits_is_the_likeliest() -> None:

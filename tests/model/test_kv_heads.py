@@ -100,7 +100,7 @@ def run_attention(
     context = replace(
         LayerContext.single(dtype), tp=axis, sequence_parallel=sequence_parallel, **changes
     )
-    attention = Attention(model, context)
+    attention = Attention(model, 0, context)
     initialize(attention, seed=1, std=0.3)
     x = randn(TOKENS, model.hidden_size, seed=4).to(dtype)
     grad = randn(TOKENS, model.hidden_size, seed=5).to(dtype)

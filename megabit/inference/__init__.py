@@ -1,0 +1,1 @@
+"""Generate text with a model, at any layout."""

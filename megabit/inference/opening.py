@@ -1,0 +1,109 @@
+"""A model on disk, opened at the layout that it is served at."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megabit.checkpoint import on_all_ranks, verified
+from megabit.checkpoint.model_source import CheckpointSource
+from megabit.checkpoint.source import ModelSource
+from megabit.config import (
+    Config,
+    DataConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ServingConfig,
+    TrainConfig,
+    find_problems,
+)
+from megabit.errors import UserError
+from megabit.interop.huggingface import HuggingFaceSource
+from megabit.mesh import ParallelMesh
+from megabit.model import CausalLMStages
+from megabit.model.decoder import layer_context
+from megabit.model.load import load_stages
+from megabit.pipeline.plan import StagePlan, plan_stages
+from megabit.tensor_parallel.lossy_sums import LossySums
+
+
+def model_settings(source: ModelSource, serving: ServingConfig) -> Config:
+    """The model and its layout, as settings of a run that computes as the server does.
+
+    Raises:
+        UserError: the settings do not fit the model, with every problem found.
+    """
+    parallel, engine = serving.parallel, serving.engine
+    wanted = engine.max_model_len or source.max_length
+    if wanted > source.max_length:
+        raise UserError(
+            f"engine.max_model_len: {wanted} is more than the {source.max_length} positions that "
+            f"the model in {source.path} was made for"
+        )
+    config = Config(
+        model=source.model,
+        parallel=ParallelConfig(
+            tp=parallel.tp,
+            pp=parallel.pp,
+            layers_per_stage=parallel.layers_per_stage,
+            # Where a message is not rounded, it is sent in this way.
+            row_reduce="int32" if parallel.row_reduce == "int32" else "exact16",
+        ),
+        precision=PrecisionConfig(compute=_compute(source, serving)),
+        data=DataConfig(seq_length=wanted),
+        train=TrainConfig(micro_batch_size=1, global_batch_size=1),
+    )
+    problems = find_problems(config, parallel.tp * parallel.pp)
+    if problems:
+        raise UserError(*problems)
+    return config
+
+
+def open_stages(
+    source: ModelSource, serving: ServingConfig, mesh: ParallelMesh
+) -> tuple[CausalLMStages, StagePlan]:
+    """This rank's stages, filled, after a look at all of the model's bytes; collective over the
+    mesh. Each rank keeps its own part only.
+
+    Raises:
+        UserError: it is not what was saved, or does not fit the settings.
+    """
+    config = on_all_ranks(lambda: model_settings(source, serving), mesh)
+    plan = plan_stages(config, mesh.dp.size)
+    check_bytes(source, mesh)
+    context = layer_context(config, mesh)
+    engine = serving.engine
+    if serving.parallel.row_reduce == "int8":
+        lossy = LossySums(engine.int8_min_kib * 1024, engine.int8_max_crest)
+        context = dataclasses.replace(context, row_reduce="int8", lossy_sums=lossy)
+    stages = CausalLMStages(
+        source.model, plan.of_rank(mesh.pp.rank), config.data.seq_length, context
+    ).eval()
+    on_all_ranks(lambda: load_stages(stages, source), mesh)
+    return stages, plan
+
+
+def check_bytes(source: ModelSource, mesh: ParallelMesh) -> None:
+    """Look at all bytes of a model, each file once; collective over the mesh.
+
+    Raises:
+        UserError: they are not what was saved.
+    """
+    if isinstance(source, CheckpointSource):
+        verified(source.path, mesh)
+    elif isinstance(source, HuggingFaceSource):
+        on_all_ranks(lambda: source.verify() if mesh.is_main else None, mesh)
+
+
+def _compute(source: ModelSource, serving: ServingConfig) -> Any:
+    """Name of the dtype of activations."""
+    if serving.engine.compute != "auto":
+        return serving.engine.compute
+    if isinstance(source, HuggingFaceSource):
+        return "bfloat16" if source.dtype == torch.bfloat16 else "float32"
+    if isinstance(source, CheckpointSource):
+        config = source.manifest.run.get("config")
+        if isinstance(config, Mapping):
+            return config["precision"]["compute"]
+    return "float32"
