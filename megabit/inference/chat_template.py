@@ -39,6 +39,8 @@ DEFAULT_TEMPLATE = (
 )
 """For models without one: that of bitnet-b1.58-2B-4T, with the model's own tokens."""
 
+_ALWAYS_THERE = {"tools": None, "documents": None}
+"""In transformers; some templates ask whether they are defined."""
 _PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format", "format_map"}
 """Methods of texts that make long ones of short ones."""
 _NO_FILTERS = (
@@ -93,6 +95,7 @@ class ChatTemplate:
             UserError: the template refuses the chat, or fails, or goes beyond its limits.
         """
         variables = {
+            **_ALWAYS_THERE,
             **self._tokens,
             **more,
             "messages": messages,

@@ -169,6 +169,8 @@ class Failed:
     """The engine has ended; what was under way is lost."""
 
     error: str
+    is_input_error: bool = False
+    """Whether the model or the settings are wrong, so that no other start would do better."""
 
 
 Message = AddRequest | AbortRequest | Stop | Tokens | PromptLogprobs | Ready | Stats | Failed

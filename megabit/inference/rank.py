@@ -40,16 +40,20 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started the ranks decides what it means
     threading.Thread(target=_end_with, args=(job.lifeline,), daemon=True).start()
     connection = None if job.socket is None else socket(fileno=job.socket)
+    code = 0
     try:
         _run(job, connection)
     except BaseException as error:
+        code = 1
         text = _described(error, job)
         job.error_file.write_text(text, encoding="utf-8")
         if connection is not None:
             with suppress(OSError):
-                connection.sendall(encode(Failed(text)))
-        # Not by way of exit handlers: those of torch wait for ranks that may be dead.
-        os._exit(1)
+                connection.sendall(encode(Failed(text, isinstance(error, UserError))))
+    # Not by way of exit handlers: those of torch take a second, and wait for ranks that are dead.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(job: RankJob, connection: socket | None) -> None:

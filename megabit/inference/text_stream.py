@@ -53,7 +53,7 @@ class TextStream:
         self._skipped = _special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
         self._context, self._pending = self._split_prompt(prompt_ids)
         self._prefix = self._decode(self._context)
-        self._of_prompt = self._decode(self._pending)
+        self._of_prompt = self._new_text()
         """What ``_pending`` began as."""
         self._stop = _StopStrings(stop)
 
