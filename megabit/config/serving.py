@@ -16,9 +16,10 @@ class ServingParallelConfig:
     way at once."""
     layers_per_stage: list[int] | None = None
     """Decoder layers on each stage; default: by the size of their products."""
-    row_reduce: Literal["int32", "exact16", "int8"] = "exact16"
-    """How row-parallel layers add their products over TP. ``int32`` and ``exact16`` are exact and
-    give the same bits; ``int8`` rounds what is sent, for messages of ``engine.int8_min_kib`` on."""
+    row_reduce: Literal["int32", "exact16", "int8"] = "int32"
+    """How row-parallel layers add their products over TP. ``int32`` and ``exact16`` (half the
+    bytes) are exact and give the same bits; ``int8`` rounds what is sent, for messages of
+    ``engine.int8_min_kib`` on. On one host ``int32`` is the fastest for all but large messages."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ def serving_problems(config: ServingConfig) -> list[str]:
         )
     if engine.arithmetic == "hf" and parallel.row_reduce == "int8":
         problems.append("parallel.row_reduce: int8 is for engine.arithmetic=int8")
+    if parallel.row_reduce == "int8" and parallel.tp == 1:
+        problems.append("parallel.row_reduce: int8 has no effect with parallel.tp=1; leave it out")
     if engine.accuracy_guard is not None and parallel.row_reduce != "int8":
         problems.append(
             "engine.accuracy_guard: has no effect, as exact sums lose nothing; "

@@ -4,6 +4,7 @@ Around ``EngineCore``: the accuracy guard's own requests among those of clients,
 """
 
 import dataclasses
+import sys
 import time
 
 from megabit.config import ModelConfig
@@ -74,7 +75,7 @@ class EngineSession:
             return messages
         for message in messages:
             if isinstance(message, PromptLogprobs | Tokens) and self._guard.receive(message):
-                self._core.scheduler.may_round = self._guard.verdict is not False
+                self._judge(self._guard)
         return [m for m in messages if not _is_guards(m)]
 
     def stats(self) -> Stats:
@@ -121,6 +122,17 @@ class EngineSession:
     def end(self) -> None:
         """Let the other ranks go."""
         self._core.end()
+
+    def _judge(self, guard: AccuracyGuard) -> None:
+        """After one of the guard's turns."""
+        self._core.scheduler.may_round = guard.verdict is not False
+        lossy = self._core.runner.stages.context.lossy_sums
+        if guard.loss is not None and lossy is not None and not lossy.rounded:
+            print(
+                "warning: engine.accuracy_guard: its text makes messages that are too small to be "
+                "rounded (engine.int8_min_kib), so it watches nothing",
+                file=sys.stderr,
+            )
 
     @property
     def _is_check_due(self) -> bool:

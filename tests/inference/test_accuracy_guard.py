@@ -69,8 +69,9 @@ def test_a_model_that_is_broken_anyway(exact: float) -> None:
     guard = new_guard()
     guard.take(exact, lossy=False)
     assert guard.verdict is None
-    guard.take(math.nan, lossy=True)
-    assert guard.verdict is False
+    for lossy in (math.nan, math.inf):
+        guard.take(lossy, lossy=True)
+        assert guard.verdict is False
 
 
 # Turns
