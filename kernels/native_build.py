@@ -35,8 +35,8 @@ ISA_FLAGS = {
             "-mavx512vnni",
             "-mprefer-vector-width=512",
         ],
-        "avxvnni": ["-mavx2", "-mavxvnni"],
-        "avx2": ["-mavx2"],
+        "avxvnni": ["-mavx2", "-mfma", "-mavxvnni"],
+        "avx2": ["-mavx2", "-mfma"],
     },
     "aarch64": {"neondot": ["-march=armv8.2-a+dotprod"]},
 }

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megabit.checkpoint.model_source import find_checkpoint, open_model
+from megabit.checkpoint.folder import find_checkpoint
+from megabit.checkpoint.model_source import open_model
 from megabit.checkpoint.progress import Report
 from megabit.checkpoint.source import logical_tensors
 from megabit.checkpoint.ternary import write_ternary, write_training

@@ -93,10 +93,10 @@ def check_run(folder: Path, layout: dict[str, int], steps: int = 2) -> None:
 
 def test_every_script_is_run_here() -> None:
     scripts = {path.name for path in (ROOT / "examples").glob("*.sh")}
-    in_test_recipes = {"convert.sh", "embedding.sh"}
+    elsewhere = {"convert.sh", "embedding.sh", "serve.sh"}  # test_recipes, test_serving_examples
     assert scripts == {
         *(*LAYOUTS, "two_nodes.sh", "fetch_shakespeare.sh", "common.sh"),
-        *in_test_recipes,
+        *elsewhere,
     }
 
 

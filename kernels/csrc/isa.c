@@ -31,7 +31,7 @@ static bool has_avx512vnni(void)
 static bool has_avxvnni(void)
 {
     unsigned eax, ebx, ecx, edx;
-    return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) &&
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) &&
            (eax >> 4 & 1) != 0;
 }
 #endif
@@ -39,7 +39,7 @@ static bool has_avxvnni(void)
 #if defined(WITH_AVX2)
 static bool has_avx2(void)
 {
-    return __builtin_cpu_supports("avx2");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 #endif
 

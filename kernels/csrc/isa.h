@@ -20,6 +20,7 @@ enum {
     BYTE_BLOCK = QUAD_BYTES * QUADS_PER_BLOCK,
     CHUNK_BLOCKS = 32, /* a tile is given at most so many of a panel at a time */
     MAX_SINGLE_ROWS = 4,
+    WORD = 16, /* floats that are computed side by side, whatever the vectors are */
 };
 
 #define INLINE static inline __attribute__((always_inline))
@@ -111,10 +112,36 @@ struct elementwise {
     uint64_t (*read)(const uint64_t *words, int64_t count);
 };
 
+/* Floating-point microkernels, written once in floats.h in terms of a few vector operations. What
+ * they give for a row does not depend on the other rows. */
+struct float_kernels {
+    int row_tile; /* rows that outer_tile takes at most */
+    int dot_rows; /* and dot_tile */
+
+    /* c[r][i] += sum over k, in order, of a[r][k] * b[k][i], for some words of i: `b` has a pointer
+     * to each of them, where the next k is b_stride further on. */
+    void (*outer_tile)(int rows, int64_t words, const float *a, int64_t a_stride,
+                       const float *const *b, int64_t b_stride, int64_t count, float *c,
+                       int64_t c_stride);
+    /* Scores to weights e^(score * scale - largest), and their sum. Writes up to a whole word. */
+    float (*softmax_row)(float *row, int64_t count, float scale, float *largest);
+    /* out[r][i] = x[r] . w[i] for n rows of a weight [n, k] in float32 or bfloat16; rows of x are
+     * filled up with zeros to whole words. */
+    void (*dot_tile)(int rows, const float *x, int64_t x_stride, const void *weight, int type,
+                     int64_t n, int64_t k, float *out, int64_t out_stride);
+    /* Rows of any type, `from_stride` elements apart, to floats. */
+    void (*widen_rows)(const void *from, int type, int64_t from_stride, int64_t rows, int64_t count,
+                       float *out, int64_t out_stride);
+    /* x / divisor to float32, bfloat16 or float16. */
+    void (*narrow_row)(const float *x, float divisor, int64_t count, int type, void *out);
+    void (*scale_row)(float *out, const float *factor, int64_t count);
+};
+
 struct isa {
     const char *name;
     struct microkernels micro;
     struct elementwise elementwise;
+    struct float_kernels floats;
 };
 
 extern const struct isa isa_avx512vnni, isa_avxvnni, isa_avx2, isa_neondot, isa_portable;

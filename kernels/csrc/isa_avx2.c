@@ -6,6 +6,7 @@
  * 128 * 127 * 2 does, once the sign of x has moved to w. */
 
 #include "avx2.h"
+#include "floats.h"
 
 enum {
     TILE_ROWS = 4,
@@ -166,4 +167,5 @@ const struct isa isa_avx2 = {
               .byte_tile = byte_tile,
               .dot_loop = dot_loop},
     .elementwise = ELEMENTWISE,
+    .floats = FLOAT_KERNELS,
 };

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "elementwise.h"
+#include "floats.h"
 #include "isa.h"
 
 /* A panel of 64 rows is four vectors wide. Six rows of x make 24 sums, which with the four weights,
@@ -190,4 +191,5 @@ const struct isa isa_avx512vnni = {
               .byte_tile = byte_tile,
               .dot_loop = dot_loop},
     .elementwise = ELEMENTWISE,
+    .floats = FLOAT_KERNELS,
 };

@@ -5,6 +5,7 @@
 #include <arm_neon.h>
 
 #include "elementwise.h"
+#include "floats.h"
 #include "isa.h"
 
 /* A panel of 64 rows is sixteen vectors wide. Six rows of x and four vectors make 24 sums, which
@@ -158,4 +159,5 @@ const struct isa isa_neondot = {
               .byte_tile = byte_tile,
               .dot_loop = dot_loop},
     .elementwise = ELEMENTWISE,
+    .floats = FLOAT_KERNELS,
 };

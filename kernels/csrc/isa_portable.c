@@ -1,6 +1,7 @@
 /* Any processor, in vectors that GCC and Clang translate for what it has. */
 
 #include "elementwise.h"
+#include "floats.h"
 #include "isa.h"
 
 enum {
@@ -104,4 +105,5 @@ const struct isa isa_portable = {
               .byte_tile = byte_tile,
               .dot_loop = dot_loop},
     .elementwise = ELEMENTWISE,
+    .floats = FLOAT_KERNELS,
 };

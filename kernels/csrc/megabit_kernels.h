@@ -20,7 +20,7 @@
 #define MEGABIT_API __attribute__((visibility("default")))
 
 /* Raised together with ABI of native_abi.py when a signature or a layout changes. */
-enum { MEGABIT_ABI = 3 };
+enum { MEGABIT_ABI = 4 };
 
 enum megabit_status { MEGABIT_OK = 0, MEGABIT_NO_MEMORY = 1, MEGABIT_BAD_VALUE = 2 };
 
@@ -29,9 +29,20 @@ enum megabit_type {
     MEGABIT_FLOAT32 = 1,
     MEGABIT_BFLOAT16 = 2,
     MEGABIT_INT8 = 3,
+    MEGABIT_FLOAT16 = 4,
 };
 
 struct isa;
+
+/* A KV cache, as paged.py describes it: keys [blocks][kv_heads][head_dim][block_size], values
+ * [blocks][kv_heads][block_size][head_dim] in one type; of int8 with scales
+ * [blocks][kv_heads][block_size], else NULL. */
+struct megabit_pages {
+    void *keys, *values;
+    float *key_scale, *value_scale;
+    int64_t blocks, kv_heads, head_dim, block_size;
+    int32_t type;
+};
 
 MEGABIT_API int megabit_abi(void);
 
@@ -97,6 +108,30 @@ MEGABIT_API int megabit_pack_int8(const struct isa *isa, const int8_t *weight, u
 /* Ternary panels to [N, K] of int8, bfloat16 or float32, without any scale. */
 MEGABIT_API int megabit_unpack_panels(const struct isa *isa, const uint8_t *panels, void *out,
                                       int out_type, int64_t n, int64_t k, int threads);
+
+/* k, v [tokens, kv_heads, head_dim] in a type of floats to slots block * block_size + offset;
+ * MEGABIT_BAD_VALUE, and nothing written, if there is no such slot. */
+MEGABIT_API int megabit_write_pages(const struct isa *isa, const struct megabit_pages *pages,
+                                    const void *k, const void *v, int type, const int64_t *slots,
+                                    int64_t tokens, int threads);
+
+/* Causal attention of q [tokens, heads, head_dim], scores times `scale`: rows query_starts[i] to query_starts[i + 1] are
+ * the last tokens of sequence i, which has context_lengths[i] in the pages block_tables[i]
+ * [most_blocks]. statistics [tokens, heads, 2], which may be NULL, gets the largest score of each row
+ * and the sum of e^(score - largest). MEGABIT_BAD_VALUE, and nothing read, if there is no such page,
+ * head or row. */
+MEGABIT_API int megabit_paged_attention(const struct isa *isa, const void *q, int type,
+                                        const struct megabit_pages *pages,
+                                        const int32_t *kv_of_query, int64_t tokens,
+                                        int64_t heads, const int32_t *block_tables,
+                                        int64_t most_blocks, const int32_t *query_starts,
+                                        const int32_t *context_lengths, int64_t sequences,
+                                        float scale, void *out, float *statistics, int threads);
+
+/* x [m, k] times W [n, k], both in one type of floats: out [m, n] in that type. */
+MEGABIT_API int megabit_dense_product(const struct isa *isa, const void *x, const void *weight,
+                                      void *out, int type, int64_t m, int64_t n, int64_t k,
+                                      int threads);
 
 /* 1e9 multiplications and additions per second of dot products between registers. */
 MEGABIT_API int megabit_measure_dot_peak(const struct isa *isa, double *gops, double seconds,

@@ -9,9 +9,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megabit_kernels import native, numerics, plain, stochastic
+from megabit_kernels import (
+    native,
+    native_attention,
+    numerics,
+    plain,
+    plain_attention,
+    stochastic,
+)
 from megabit_kernels.conversion import Layout, lay_out, unpack
 from megabit_kernels.epilogue import Epilogue, fused
+from megabit_kernels.paged import KVPages
 
 
 def is_available() -> bool:
@@ -114,6 +122,35 @@ def ternarize(weight: Tensor, scale: Tensor, layout: Layout) -> Tensor:
     if layout == "panels":
         return library.ternarize_panels(weight, gamma)
     return lay_out(library.ternarize_codes(weight, gamma), layout)
+
+
+def write_pages(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """``plain_attention.write_pages`` in one pass."""
+    if not native_attention.takes(pages.keys, k):
+        return plain_attention.write_pages(pages, k, v, slots)
+    return native_attention.write_pages(native.require(), pages, k, v, slots)
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    kv_of_query: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+) -> Tensor:
+    """``attention.paged_attention`` where neither q nor pages are fp64."""
+    numbers = kv_of_query, block_tables, query_starts, context_lengths
+    if not native_attention.takes(q, pages.keys):
+        return plain_attention.paged_attention(q, pages, *numbers)
+    return native_attention.paged_attention(native.require(), q, pages, *numbers)
+
+
+def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``attention.dense_linear`` where the operands are not fp64."""
+    if not native_attention.takes(x):
+        return plain_attention.dense_linear(x, weight)
+    return native_attention.dense_linear(native.require(), x, weight)
 
 
 def _is_fp32(*tensors: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from megabit_kernels import cpu, gpu, numerics, plain
+from megabit_kernels import cpu, gpu, numerics, plain, plain_attention
 from megabit_kernels.conversion import Int8Layout, Layout
 from megabit_kernels.triton.limits import DECODE_ROWS
 
@@ -33,6 +33,9 @@ Operation = Literal[
     "ternarize",
     "cross_entropy",
     "cross_entropy_gradient",
+    "write_pages",
+    "paged_attention",
+    "dense_linear",
 ]
 
 
@@ -59,6 +62,11 @@ class Implementation:
 def _native(m: int, n: int, k: int) -> bool:
     """Portable C, for CPUs of which no vector code is known, loses to torch beyond 3 tokens."""
     return cpu.is_available() and cpu.instruction_set() != "portable"
+
+
+def _library(m: int, n: int, k: int) -> bool:
+    """Portable C is faster than torch where torch would take one elementwise step after another."""
+    return cpu.is_available()
 
 
 def _vnni(m: int, n: int, k: int) -> bool:
@@ -149,6 +157,21 @@ TABLE: dict[Operation, tuple[Implementation, ...]] = {
     "cross_entropy_gradient": (
         Implementation("triton", "cuda", gpu.cross_entropy_gradient, accepts=_triton),
         Implementation("torch", None, plain.cross_entropy_gradient),
+    ),
+    "write_pages": (
+        Implementation("native", "cpu", cpu.write_pages, accepts=_library),
+        Implementation("triton", "cuda", gpu.write_pages, accepts=_triton),
+        Implementation("torch", None, plain_attention.write_pages),
+    ),
+    "paged_attention": (
+        Implementation("native", "cpu", cpu.paged_attention, accepts=_library),
+        Implementation("triton", "cuda", gpu.paged_attention, accepts=_triton),
+        Implementation("torch", None, plain_attention.paged_attention),
+    ),
+    "dense_linear": (
+        Implementation("native", "cpu", cpu.dense_linear, accepts=_library),
+        Implementation("triton", "cuda", gpu.dense_linear, accepts=_triton),
+        Implementation("torch", None, plain_attention.dense_linear),
     ),
 }
 

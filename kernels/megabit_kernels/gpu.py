@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megabit_kernels import plain
+from megabit_kernels import plain, plain_attention
 from megabit_kernels.conversion import Layout
 from megabit_kernels.epilogue import Epilogue, fused
-from megabit_kernels.triton.limits import FLOATS
+from megabit_kernels.paged import KVPages
+from megabit_kernels.triton.limits import FLOATS, MAX_HEAD_DIM, OUTPUTS, PAGES
 
 
 def is_available() -> bool:
@@ -142,3 +143,38 @@ def cross_entropy_gradient(
     from megabit_kernels.triton import cross_entropy as kernels
 
     return kernels.cross_entropy_backward(grad, logits, targets, normalizer)
+
+
+def write_pages(pages: KVPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """``plain_attention.write_pages`` in one kernel."""
+    if k.dtype not in OUTPUTS or pages.dtype not in PAGES:
+        return plain_attention.write_pages(pages, k, v, slots)
+    from megabit_kernels.triton import write_pages as kernels
+
+    return kernels.write_pages(pages, k, v, slots)
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    kv_of_query: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+) -> Tensor:
+    """``plain_attention.paged_attention`` in one pass over the keys."""
+    operands = (q, pages, kv_of_query, block_tables, query_starts, context_lengths)
+    if q.dtype not in OUTPUTS or pages.dtype not in PAGES or pages.head_dim > MAX_HEAD_DIM:
+        return plain_attention.paged_attention(*operands)
+    from megabit_kernels.triton import paged_attention as kernels
+
+    return kernels.paged_attention(*operands)
+
+
+def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``plain_attention.dense_linear`` by tiles."""
+    if x.dtype not in OUTPUTS:
+        return plain_attention.dense_linear(x, weight)
+    from megabit_kernels.triton import dense_linear as kernels
+
+    return kernels.dense_linear(x, weight)

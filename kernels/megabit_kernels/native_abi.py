@@ -7,18 +7,25 @@ runtime that torch has loaded.
 
 import ctypes
 from collections.abc import Callable, Mapping
-from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 PATH = Path(__file__).with_name("libmegabit_kernels.so")
 
-ABI = 3
+ABI = 4
 """``MEGABIT_ABI`` of csrc/megabit_kernels.h; both are raised when a signature or layout changes."""
 
-TYPES = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2, torch.int8: 3}
+TYPES = {
+    torch.int32: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.int8: 3,
+    torch.float16: 4,
+}
 """``enum megabit_type``."""
 
 ISA, POINTER, SIZE, THREADS = c_void_p, c_void_p, c_int64, c_int
@@ -43,9 +50,30 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "pack_panels": (ISA, POINTER, POINTER, SIZE, SIZE, THREADS),  # codes, panels, n, k
     "pack_int8": (ISA, POINTER, POINTER, SIZE, SIZE, THREADS),  # weight, panels, n, k
     "unpack_panels": (ISA, POINTER, POINTER, c_int, SIZE, SIZE, THREADS),  # panels, out, type, n, k
+    # pages, k, v, type, slots, tokens
+    "write_pages": (ISA, POINTER, POINTER, POINTER, c_int, POINTER, SIZE, THREADS),
+    # q, type, pages, kv_of_query, tokens, heads, block_tables, most_blocks, query_starts,
+    # context_lengths, sequences, scale, out, statistics
+    "paged_attention": (
+        *(ISA, POINTER, c_int, POINTER, POINTER, SIZE, SIZE, POINTER, SIZE),
+        *(POINTER, POINTER, SIZE, c_float, POINTER, POINTER, THREADS),
+    ),
+    # x, weight, out, type, m, n, k
+    "dense_product": (ISA, POINTER, POINTER, POINTER, c_int, SIZE, SIZE, SIZE, THREADS),
     "measure_dot_peak": (ISA, POINTER, c_double, THREADS),  # result, seconds
     "measure_read_bandwidth": (ISA, POINTER, POINTER, SIZE, c_int, THREADS),  # result, buffer …
 }
+
+
+class Pages(ctypes.Structure):
+    """``struct megabit_pages``."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("keys", "values", "key_scale", "value_scale")),
+        *((name, c_int64) for name in ("blocks", "kv_heads", "head_dim", "block_size")),
+        ("type", c_int32),
+    ]
+
 
 ERRORS: dict[int, type[Exception]] = {1: MemoryError, 2: ValueError}
 """What a status other than 0 means."""

@@ -18,6 +18,9 @@ from megabit.checkpoint.manifest import MANIFEST
 from megabit.errors import UserError
 from megabit.files import sync, write_text
 
+CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
+"""Where a run's folder has its training and its ternary checkpoints."""
+
 _STEP = re.compile(r"step_(\d{8,18})")  # what int64 holds: ranks tell each other
 _DRAFT = ".tmp"
 
@@ -140,3 +143,32 @@ class CheckpointFolder:
 
     def _point_to(self, name: str) -> None:
         write_text(self.path / "latest", name + "\n", durable=True)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder of the checkpoint that ``path`` stands for.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints, or a run's folder, whose training checkpoints
+            come before its snapshots.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    for folder in checkpoint_folders(path):
+        newest = folder.newest()
+        if newest is not None:
+            return newest
+    if not path.exists():
+        raise UserError(f"{path}: does not exist; give a checkpoint or a run's folder")
+    raise UserError(
+        f"{path}: holds no checkpoint; give one (a folder with {MANIFEST}), a folder of "
+        "checkpoints, or a run's folder"
+    )
+
+
+def checkpoint_folders(path: Path) -> list[CheckpointFolder]:
+    """Where checkpoints may be if ``path`` is a folder of checkpoints or of a run."""
+    return [CheckpointFolder(path / name) for name in ("", CHECKPOINTS, SNAPSHOTS)]

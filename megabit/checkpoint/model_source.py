@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megabit.checkpoint.folder import CheckpointFolder
+from megabit.checkpoint.folder import find_checkpoint
 from megabit.checkpoint.latent import LatentWeights
 from megabit.checkpoint.manifest import (
     MANIFEST,
@@ -26,9 +26,6 @@ from megabit.config import ModelConfig
 from megabit.errors import UserError
 from megabit.tensor_parallel import WeightScale
 from megabit_kernels import packing
-
-CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
-"""Where a run's folder has its training and its ternary checkpoints."""
 
 
 class CheckpointSource(ABC):
@@ -158,32 +155,3 @@ def _refuse_unfinished_ramp(folder: Path, manifest: Manifest) -> None:
             f"{folder}: was saved at λ = {share:g} of its quantization ramp: it is not ternary "
             "yet; train on, or use a later checkpoint"
         )
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The folder of the checkpoint that ``path`` stands for.
-
-    Args:
-        path: a checkpoint, a folder of checkpoints, or a run's folder, whose training checkpoints
-            come before its snapshots.
-
-    Raises:
-        UserError: there is none.
-    """
-    if (path / MANIFEST).is_file():
-        return path
-    for folder in checkpoint_folders(path):
-        newest = folder.newest()
-        if newest is not None:
-            return newest
-    if not path.exists():
-        raise UserError(f"{path}: does not exist; give a checkpoint or a run's folder")
-    raise UserError(
-        f"{path}: holds no checkpoint; give one (a folder with {MANIFEST}), a folder of "
-        "checkpoints, or a run's folder"
-    )
-
-
-def checkpoint_folders(path: Path) -> list[CheckpointFolder]:
-    """Where checkpoints may be if ``path`` is a folder of checkpoints or of a run."""
-    return [CheckpointFolder(path / name) for name in ("", CHECKPOINTS, SNAPSHOTS)]

@@ -3,16 +3,28 @@
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megabit.cli.arguments import Settings
+from megabit.cli.evaluation_results import check_new
 from megabit.config import load_config
 from megabit.errors import UserError
 
 app = typer.Typer(no_args_is_help=True)
+
+ENGINE_MODEL = (
+    "model.vocab_size=32000",
+    "model.hidden_size=1024",
+    "model.intermediate_size=2816",
+    "model.num_hidden_layers=12",
+    "model.num_attention_heads=16",
+    "model.num_key_value_heads=4",
+)
+"""What ``megabit bench engine`` measures with, unless it is told otherwise."""
 
 
 @app.callback()
@@ -128,6 +140,145 @@ def checkpoint(
     from megabit.benchmark.checkpoint_report import run_and_report
 
     run_and_report(config, nproc, repeats, folder)
+
+
+@app.command("engine")
+def engine(
+    settings: Settings = None,
+    requests: Annotated[
+        int, typer.Option(help="Side by side, in the second of two measurements.", min=2)
+    ] = 16,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each request.", min=1)] = 32,
+    new_tokens: Annotated[int, typer.Option(help="Generated for each request.", min=2)] = 64,
+    turns: Annotated[
+        int, typer.Option(help="Of each contestant, after one that does not count.", min=1)
+    ] = 3,
+    threads: Annotated[
+        int | None, typer.Option(help="Of each contestant; default: all cores.", min=1)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of activations: bfloat16 or float32.")] = "bfloat16",
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Also write the results to this new file.")
+    ] = None,
+) -> None:
+    """Time the engine beside transformers' generate on one random ternary model, and beside itself
+    with one request at a time.
+
+    SETTINGS may change the model (model.*), which has 12 layers of 1024 otherwise. Both contestants
+    run in this process, on the CPU, with the same prompts, in turns. Needs transformers and
+    accelerate.
+
+    Example: megabit bench engine model.num_hidden_layers=4 --turns 1
+    """
+    if dtype not in ("bfloat16", "float32"):
+        raise UserError(f"--dtype: must be bfloat16 or float32, not {dtype}")
+    if json is not None:
+        check_new(json)
+    model = load_config([*ENGINE_MODEL, *(settings or [])]).model
+
+    from megabit.benchmark.engine import Load
+    from megabit.benchmark.engine_report import run_and_report
+
+    load = Load((1, requests), prompt_tokens, new_tokens, turns)
+    run_and_report(model, load, threads, dtype, json)  # type: ignore[arg-type]  # checked above
+
+
+@app.command("serve")
+def serve(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL|CKPT",
+            help="A server, such as http://127.0.0.1:8000, or a model to serve meanwhile.",
+            show_default=False,
+        ),
+    ],
+    settings: Settings = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(help="Closed loop: so many ask again when answered. Default: 8.", min=1),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Poisson load instead: requests a second.", min=0.001)
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(help="Requests at most. Default: 64, with --duration no limit.", min=1),
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds, after which no request begins.", min=0.1)
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Random ones, of each request.", min=1)] = 64,
+    shared_tokens: Annotated[int, typer.Option(help="Those that are the same.", min=0)] = 0,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A text file, each line a prompt, to ask in turn instead.")
+    ] = None,
+    answer_tokens: Annotated[int, typer.Option(help="Of every answer.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0)] = 0.0,
+    warmup: Annotated[int, typer.Option(help="Requests that do not count.", min=1)] = 2,
+    seed: Annotated[int, typer.Option(help="Of prompts and of arrivals.")] = 0,
+    ttft_ms: Annotated[
+        float | None, typer.Option(help="Goodput: limit of the time to the first token.", min=0.1)
+    ] = None,
+    tpot_ms: Annotated[
+        float | None, typer.Option(help="Goodput: limit for each later token.", min=0.1)
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Of the server.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Also write all times to this new file.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Also draw them into this new file.")
+    ] = None,
+) -> None:
+    """Put load on a server of the OpenAI API: times to the first token, between tokens and in all,
+    as percentiles, and throughput.
+
+    Exits with 1 if a request failed. SETTINGS are those of megabit serve, where CKPT is given.
+
+    Example: megabit bench serve runs/default --clients 16 parallel.tp=2 --png load.png
+    """
+    from megabit.benchmark.serve import Limits, Load
+    from megabit.benchmark.serve_report import run_and_report
+    from megabit.benchmark.server_process import served
+
+    if clients is not None and rate is not None:
+        raise UserError("--rate: is another kind of load than --clients; give one of them")
+    for out in (json, png):
+        if out is not None:
+            check_new(out, "--json" if out is json else "--png")
+    load = Load(
+        clients=None if rate is not None else clients or 8,
+        rate=rate,
+        requests=64 if requests is None and duration is None else requests,
+        seconds=duration,
+        prompt_tokens=prompt_tokens,
+        shared_tokens=shared_tokens,
+        answer_tokens=answer_tokens,
+        prompts=() if prompts is None else _lines(prompts),
+        temperature=temperature,
+        warmup=warmup,
+        seed=seed,
+    )
+    limits = Limits(*(None if ms is None else ms / 1e3 for ms in (ttft_ms, tpot_ms)))
+    is_url = target.startswith(("http://", "https://"))
+    if is_url and settings:
+        raise UserError(f"{settings[0]}: settings are for a model that is served here")
+    with nullcontext(target) if is_url else served(Path(target), settings or []) as url:
+        is_whole = run_and_report(url, load, limits, api_key, json, png)
+    sys.exit(0 if is_whole else 1)
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    try:
+        found = tuple(line for line in path.read_text(encoding="utf-8").splitlines() if line)
+    except OSError as error:
+        raise UserError(f"--prompts: cannot read {path} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts: {path} is not UTF-8") from error
+    if not found:
+        raise UserError(f"--prompts: {path} has no line that is not empty")
+    return found
 
 
 @app.command("overlap")

@@ -63,8 +63,8 @@ def show(
     """
     from rich.console import Console
 
+    from megabit.checkpoint.folder import checkpoint_folders, find_checkpoint
     from megabit.checkpoint.manifest import MANIFEST
-    from megabit.checkpoint.model_source import checkpoint_folders, find_checkpoint
 
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:  # nothing to fit a table into
@@ -89,8 +89,8 @@ def verify(path: Path_) -> None:
     """
     from megabit.checkpoint import Manifest
     from megabit.checkpoint.diagnose import diagnose
+    from megabit.checkpoint.folder import checkpoint_folders, find_checkpoint
     from megabit.checkpoint.manifest import MANIFEST
-    from megabit.checkpoint.model_source import checkpoint_folders, find_checkpoint
 
     problems: list[str] = []
     checkpoints, folders = [path], list["CheckpointFolder"]()

@@ -64,12 +64,12 @@ def print_tasks(done: Mapping[str, "TaskResult"]) -> None:
         )
 
 
-def check_new(out: Path) -> None:
+def check_new(out: Path, option: str = "--json") -> None:
     """Refuse to overwrite results, or to find out at the end that they cannot be written."""
     if out.exists():
-        raise UserError(f"--json: {out} exists already; name a new file")
+        raise UserError(f"{option}: {out} exists already; name a new file")
     if not out.absolute().parent.is_dir():
-        raise UserError(f"--json: {out} cannot be written: there is no folder {out.parent}")
+        raise UserError(f"{option}: {out} cannot be written: there is no folder {out.parent}")
 
 
 def write_results(

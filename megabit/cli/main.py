@@ -9,15 +9,18 @@ import typer
 
 from megabit.cli import (
     bench,
+    chat,
     checkpoint,
     config,
     evaluate,
     export_model,
+    generate,
     import_model,
     parity,
     prepare,
     report,
     schedule,
+    serve,
     train,
 )
 from megabit.cli.launcher import speaks_for_host
@@ -38,6 +41,9 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("prepare")(prepare.prepare)
 app.command("parity")(parity.parity)
 app.command("config")(config.show_config)

@@ -26,8 +26,8 @@ from megabit.errors import UserError
 from megabit.evaluation.continuations import Request, score_continuations
 from megabit.evaluation.forward import ForwardRunner
 from megabit.evaluation.greedy import continue_greedily
-from megabit.evaluation.opening import ModelTokenizer
 from megabit.evaluation.token_batches import Shapes
+from megabit.inference.model_text import ModelTokenizer
 
 MAX_GENERATED = 256
 """Tokens that are generated where a task does not say how many, as in the harness; but not more

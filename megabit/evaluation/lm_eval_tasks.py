@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megabit.errors import UserError
 from megabit.evaluation.forward import ForwardRunner
-from megabit.evaluation.opening import ModelTokenizer
 from megabit.evaluation.token_batches import Shapes
+from megabit.inference.model_text import ModelTokenizer
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

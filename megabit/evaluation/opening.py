@@ -2,21 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from megabit.checkpoint import on_all_ranks, verified
 from megabit.checkpoint.model_source import CheckpointSource
 from megabit.checkpoint.source import ModelSource
-from megabit.config import Config, leaves
-from megabit.data.corpus import TOKENIZER, CorpusInfo, load_corpus
-from megabit.data.tokenizer import END_OF_TEXT, load_tokenizer, read_tokenizer
+from megabit.config import Config
+from megabit.data.corpus import CorpusInfo, load_corpus
 from megabit.errors import UserError
 from megabit.evaluation.forward import ForwardRunner
-from megabit.interop.gguf_special_tokens import SpecialTokens, read_json
+from megabit.inference.model_text import ModelTokenizer, settings_of_run
 from megabit.interop.huggingface import HuggingFaceSource
 from megabit.mesh import ParallelMesh
 from megabit.model import build_stages
@@ -79,49 +75,13 @@ def load_runner(source: ModelSource, config: Config, mesh: ParallelMesh) -> Forw
     return ForwardRunner(stages, plan.schedule.placement, mesh)
 
 
-@dataclass(frozen=True)
-class ModelTokenizer:
-    """The tokenizer that travels with a model, and which of its tokens begin and end texts."""
-
-    tokenizer: Tokenizer
-    path: Path
-    end_of_text: str
-    begin_id: int
-    """What stands before a text that has nothing before it: its own token for that, else the one
-    that ends texts."""
-
-    @property
-    def end_id(self) -> int:
-        end = self.tokenizer.token_to_id(self.end_of_text)
-        assert end is not None, "load_tokenizer has checked it"
-        return end
-
-
 def model_tokenizer(source: ModelSource) -> ModelTokenizer:
     """That of ``source``.
 
     Raises:
         UserError: it has none, or nothing says which token ends a text.
     """
-    path = source.assets.get(TOKENIZER)
-    if path is None:
-        raise UserError(f"{source.path}: has no {TOKENIZER}, which texts are to be encoded with")
-    plain = read_tokenizer(path)
-    special = SpecialTokens(
-        path,
-        plain,
-        read_json(source.assets, "tokenizer_config.json"),
-        read_json(source.assets, "config.json"),
-    )
-    named = _saved_settings(source).get("data.end_of_text")
-    end = plain.token_to_id(named) if isinstance(named, str) and named != END_OF_TEXT else None
-    if end is None:
-        end = special.eos()
-    begin, end_of_text = special.find("bos"), plain.id_to_token(end)
-    assert end_of_text is not None
-    return ModelTokenizer(
-        load_tokenizer(path, end_of_text), path, end_of_text, end if begin is None else begin
-    )
+    return ModelTokenizer.read(source.path, source.assets, _run(source))
 
 
 def corpus_of(source: ModelSource, config: Config) -> CorpusInfo | str:
@@ -145,9 +105,9 @@ def _as_typed(value: Any) -> str:
 
 
 def _saved_settings(source: ModelSource) -> Mapping[str, Any]:
-    """The settings of the run that saved a model, by their dotted keys; none if it knows of no
-    run."""
-    if not isinstance(source, CheckpointSource):
-        return {}
-    config = source.manifest.run.get("config")
-    return dict(leaves(config)) if isinstance(config, Mapping) else {}
+    return settings_of_run(_run(source))
+
+
+def _run(source: ModelSource) -> Mapping[str, Any]:
+    """What a checkpoint says of the run that saved it."""
+    return source.manifest.run if isinstance(source, CheckpointSource) else {}

@@ -80,6 +80,18 @@ class SpecialTokens:
         return 0 <= token_id < 1 << 31 and self.tokenizer.id_to_token(token_id) is not None
 
 
+def chat_template(assets: Mapping[str, Path], settings: Mapping[str, Any]) -> str | None:
+    """The jinja2 template that travels with a model.
+
+    Args:
+        settings: its ``tokenizer_config.json``.
+    """
+    if "chat_template.jinja" in assets:
+        return read_text(assets["chat_template.jinja"])
+    template = settings.get("chat_template")
+    return template if isinstance(template, str) else None
+
+
 def read_json(assets: Mapping[str, Path], name: str) -> dict[str, Any]:
     """A JSON object; empty if the model has no such file."""
     if name not in assets:

@@ -25,7 +25,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from megabit.checkpoint.source import ModelSource
 from megabit.errors import UserError
-from megabit.interop.gguf_special_tokens import SpecialTokens, read_json, read_text
+from megabit.interop.gguf_special_tokens import (
+    SpecialTokens,
+    chat_template,
+    read_json,
+    read_text,
+)
 
 LLAMA_3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -90,7 +95,7 @@ def read_tokenizer(source: ModelSource) -> GgufTokenizer:
         pad=special.named("pad"),
         add_bos=add_bos,
         add_eos=add_eos,
-        chat_template=_chat_template(source.assets, settings),
+        chat_template=chat_template(source.assets, settings),
     )
 
 
@@ -219,10 +224,3 @@ def _added_to_texts(path: Path, tokenizer: Tokenizer, bos: int, eos: int) -> tup
         f"{path}: makes {found} of 'a', whose own tokens are {text}; in a GGUF file, only the "
         f"first token of texts (here {bos}) and the last ({eos}) can be added to a text"
     )
-
-
-def _chat_template(assets: Mapping[str, Path], settings: Mapping[str, Any]) -> str | None:
-    if "chat_template.jinja" in assets:
-        return read_text(assets["chat_template.jinja"])
-    template = settings.get("chat_template")
-    return template if isinstance(template, str) else None

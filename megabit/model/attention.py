@@ -3,9 +3,9 @@
 Heads are split over TP (``kv_heads``).
 """
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megabit.config import ModelConfig
 from megabit.model.kv_heads import HeadSplit, KVHeads, kv_rows
@@ -14,6 +14,7 @@ from megabit.model.norm import Normalized
 from megabit.model.recompute import recomputed
 from megabit.model.rope import rotate
 from megabit.tensor_parallel import PLAIN, BlockPartition, ForwardPass, LayerContext
+from megabit_kernels import causal_attention, trained_attention
 
 
 class Attention(nn.Module):
@@ -76,7 +77,9 @@ class Attention(nn.Module):
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             y = forward_pass.cache.attend(self.layer, q, k, v, self.kv_heads.index)
             return y.flatten(1)
-        k, v = self.kv_heads.expand(k, v)
-        q, k, v = (rearrange(y, "b s h d -> b h s d") for y in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return rearrange(y, "b h s d -> (b s) (h d)")
+        if torch.is_grad_enabled() or forward_pass.kept is not None:
+            k, v = self.kv_heads.expand(k, v)
+            y = trained_attention(q, k, v)
+        else:
+            y = causal_attention(q, k, v, self.kv_heads.index)
+        return rearrange(y, "b s h d -> (b s) (h d)")

@@ -1,12 +1,14 @@
 """Ternary layers with the roundings of ``transformers``, for comparing with it token by token.
 
-They hold codes as numbers of the compute dtype, as it does, and multiply in floats: slower than
-integers, and a token's bits may depend on what else is in the batch. At TP 1 a forward pass over
-whole sequences is bit-equal to ``transformers`` where its compiler is off. At more, what is
-quantized is still the same on every rank, and a row-parallel layer adds terms in floats.
+They hold codes as numbers of the compute dtype, as it does, and multiply in floats, whose sums may
+depend on the shape of a product. So sequences that are computed together are multiplied one by one.
+That is slow, but at TP 1 each is bit-equal to what ``transformers`` makes of it alone, where its
+compiler is off. At more, what is quantized is still the same on every rank, and a row-parallel
+layer adds terms in floats.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from megabit.tensor_parallel import (
     RowParallelBitLinear,
     TernaryLayer,
 )
+from megabit.tensor_parallel.forward_pass import AttentionCache
 from megabit_kernels.packing import unpack
 
 
@@ -49,7 +52,9 @@ class HuggingFaceColumnLinear(HuggingFaceLayer, ColumnParallelBitLinear):
         forward_pass: ForwardPass = PLAIN,
     ) -> tuple[Tensor, ...]:
         """The outputs of layers with the same input; ``absmax`` is not used."""
-        return tuple(_of_huggingface(layer).product(x) for layer in layers)
+        return tuple(
+            by_sequence(_of_huggingface(layer).product, x, forward_pass) for layer in layers
+        )
 
 
 class HuggingFaceRowLinear(HuggingFaceLayer, RowParallelBitLinear):
@@ -60,7 +65,8 @@ class HuggingFaceRowLinear(HuggingFaceLayer, RowParallelBitLinear):
     ) -> Tensor:
         """``absmax`` is not used."""
         tp = self.context.tp
-        term = self.product(whole_columns(x, self.weight.shard.span, tp))
+        x = whole_columns(x, self.weight.shard.span, tp)
+        term = by_sequence(self.product, x, forward_pass)
         return term if tp.size == 1 else all_reduce(term, tp, purpose="activations")
 
 
@@ -111,6 +117,20 @@ def read_product(source: ModelSource, name: str, index: Index, context: LayerCon
     scale = stored_scale(source, name, form).to(device, dtype)
     linear = arithmetic.auto_linear if form == "autobitlinear" else arithmetic.bit_linear
     return linear(codes, scale, compiled=False, columns=columns)
+
+
+def by_sequence(product: Linear, x: Tensor, forward_pass: ForwardPass) -> Tensor:
+    """``product`` of ``x [T, K]``: of each sequence by itself, where it is of several with a cache;
+    else they are of one shape, as in ``transformers``."""
+    if forward_pass.cache is None:
+        return product(x)
+    return torch.cat([product(x[rows]) for rows in sequences(forward_pass.cache)])
+
+
+def sequences(cache: AttentionCache) -> list[slice]:
+    """The rows of each sequence that has some."""
+    edges = pairwise(cache.query_starts.tolist())
+    return [slice(start, stop) for start, stop in edges if start < stop]
 
 
 def _of_huggingface(layer: torch.nn.Module) -> HuggingFaceLayer:

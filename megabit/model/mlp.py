@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -46,6 +47,8 @@ class MLP(nn.Module):
     def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.rounds_as_huggingface:
             return arithmetic.activation(gate, self.hidden_act) * up
+        if not torch.is_grad_enabled():
+            return numerics.gated_linear_unit(gate, up, self.hidden_act)
         glu = _Relu2Glu if self.hidden_act == "relu2" else _SwiGlu
         y: Tensor = glu.apply(gate, up)
         return y

@@ -79,7 +79,10 @@ class RMSNorm(nn.Module):
             values = self.apex_norm(x, gain, (x.shape[-1],), self.eps).to(x.dtype)
             absmax = values.detach().abs().amax(-1, keepdim=True)
             return Normalized(values, absmax.to(numerics.stats_dtype(x.dtype)))
-        values, absmax = _RMSNorm.apply(x, gain, self, forward_pass)
+        if not torch.is_grad_enabled():
+            values, absmax, _ = _normalized(x, gain, self, forward_pass)
+        else:
+            values, absmax = _RMSNorm.apply(x, gain, self, forward_pass)
         return Normalized(values, absmax)
 
     def sum_over_tokens(self, x: Tensor) -> Tensor:
@@ -132,27 +135,11 @@ class _RMSNorm(Function):
         norm: RMSNorm,
         forward_pass: ForwardPass,
     ) -> tuple[Tensor, Tensor]:
-        dtype = numerics.stats_dtype(x.dtype)
-        columns = norm.columns
-        wide = x.to(dtype)
-        scaled = wide if gain is None else wide * gain.to(dtype)
-
-        def statistics() -> Tensor:
-            """``[2, T, blocks]`` over all ranks: Σx² and max|x·g|."""
-            widths = columns.block_widths
-            squares = reduce_blocks(wide.square(), widths, lambda block: block.sum(-1))
-            largest = reduce_blocks(scaled.abs(), widths, lambda block: block.amax(-1))
-            return gather_blocks(torch.stack([squares, largest]), norm.axis)
-
-        is_split = norm.axis.size > 1
-        squares, largest = forward_pass.statistics(statistics) if is_split else statistics()
-        rstd = torch.rsqrt(squares.sum(-1, keepdim=True) / columns.size + norm.eps)
+        values, absmax, rstd = _normalized(x, gain, norm, forward_pass)
         ctx.save_for_backward(x, rstd)
         ctx.gain, ctx.norm = gain, norm
-        absmax = largest.amax(-1, keepdim=True) * rstd
         ctx.mark_non_differentiable(absmax)
-        values = scaled * rstd if gain is None else scaled.mul_(rstd)  # ``wide`` may be ``x``
-        return values.to(x.dtype), absmax
+        return values, absmax
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -173,6 +160,38 @@ class _RMSNorm(Function):
         projection = sum_blocks(blocks, ctx.norm.axis).unsqueeze(-1) / columns.size
         dx = d_normalized.sub_(normalized.mul_(projection)).mul_(rstd)
         return dx.to(x.dtype), d_gain, None, None
+
+
+def _normalized(
+    x: Tensor, gain: Tensor | None, norm: RMSNorm, forward_pass: ForwardPass
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, their absmax, and 1/rms of each token."""
+    dtype = numerics.stats_dtype(x.dtype)
+    columns = norm.columns
+    wide = x.to(dtype)
+    scaled = wide if gain is None else wide * gain.to(dtype)
+
+    def block_squares() -> Tensor:
+        """``[T, b]``: Σx² of each of this rank's blocks."""
+        return reduce_blocks(wide.square(), columns.block_widths, lambda block: block.sum(-1))
+
+    def statistics() -> Tensor:
+        """``[2, T, blocks]`` over all ranks: Σx² and max|x·g|."""
+        widths = columns.block_widths
+        largest = reduce_blocks(scaled.abs(), widths, lambda block: block.amax(-1))
+        return gather_blocks(torch.stack([block_squares(), largest]), norm.axis)
+
+    if norm.axis.size > 1:
+        squares, of_blocks = forward_pass.statistics(statistics)
+        largest = of_blocks.amax(-1, keepdim=True)
+    else:
+        squares, largest = block_squares(), scaled.abs().amax(-1, keepdim=True)
+    if squares.shape[-1] > 1:
+        squares = squares.sum(-1, keepdim=True)
+    rstd = (squares / columns.size).add_(norm.eps).rsqrt_()
+    absmax = largest * rstd
+    values = scaled * rstd if gain is None else scaled.mul_(rstd)  # ``wide`` may be ``x``
+    return values.to(x.dtype), absmax, rstd
 
 
 def hidden_norm(model: ModelConfig, context: LayerContext, has_gain: bool = True) -> RMSNorm:

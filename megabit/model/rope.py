@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x [B, S, heads, D]``, tables ``[S, 1, D/2]``: (a, b) → (a·cos − b·sin, b·cos + a·sin)."""
-    return _Rotate.apply(x, cos, sin)
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)
 
 
 class _Rotate(Function):
@@ -66,10 +66,9 @@ class _Rotate(Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out_a, out_b = out.chunk(2, -1)
+    halves = x.unflatten(-1, (2, -1))
     # No fused multiply-add, which torch uses or not depending on how many heads there are.
-    torch.mul(a, cos, out=out_a).sub_(b * sin)
-    torch.mul(b, cos, out=out_b).add_(a * sin)
-    return out
+    by_cos, by_sin = halves * cos.unsqueeze(-2), halves * sin.unsqueeze(-2)
+    by_cos.select(-2, 0).sub_(by_sin.select(-2, 1))
+    by_cos.select(-2, 1).add_(by_sin.select(-2, 0))
+    return by_cos.flatten(-2)

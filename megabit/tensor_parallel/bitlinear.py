@@ -70,15 +70,16 @@ class ColumnParallelBitLinear(TernaryLayer, ColumnParallelLinear):
             x = enter_column_parallel(x, context)
             share = forward_pass.quantization.share
             return tuple(y.dense_product(x, forward_pass, y.values(share)) for y in together)
-        rows = [Parts.of(layer.weight.shard.span, context) for layer in layers]
-        backward = TernaryBackward(
-            context, [layer.ternary() for layer in together], rows, _seed(first, forward_pass)
-        )
         x_q, scale = first.quantized(x, absmax, undivided, forward_pass)
         if context.sequence_parallel:
             # Half the bytes of bf16, and the same bits. Both stay for the weight gradient.
             x_q = all_gather(x_q, context.tp, "activations")
             scale = all_gather(scale, context.tp, "activations")
+        ternary = [layer.ternary() for layer in together]
+        if not torch.is_grad_enabled():
+            return tuple(ternary_linear(x_q, scale, weight, x.dtype) for weight in ternary)
+        rows = [Parts.of(layer.weight.shard.span, context) for layer in layers]
+        backward = TernaryBackward(context, ternary, rows, _seed(first, forward_pass))
         weights = [layer.weight for layer in together]
         queue = forward_pass.weight_gradients
         return _ColumnParallelTernary.apply(x, x_q, scale, backward, queue, *weights)
@@ -101,11 +102,12 @@ class RowParallelBitLinear(TernaryLayer, RowParallelLinear):
             x = self.blended(x, absmax, tp, forward_pass)
             values = self.values(forward_pass.quantization.share)
             return self.dense_product(x, forward_pass, values)
-        columns = Parts.of(self.weight.shard.span, self.context)
-        backward = TernaryBackward(
-            self.context, [self.ternary()], [columns], _seed(self, forward_pass)
-        )
+        ternary = self.ternary()
         x_q, scale = self.quantized(x, absmax, tp, forward_pass)
+        if not torch.is_grad_enabled():
+            return _row_product(x_q, scale, ternary, x.dtype, self.context, forward_pass)
+        columns = Parts.of(self.weight.shard.span, self.context)
+        backward = TernaryBackward(self.context, [ternary], [columns], _seed(self, forward_pass))
         return _RowParallelTernary.apply(x, x_q, scale, forward_pass, backward, self.weight)
 
 
@@ -139,6 +141,25 @@ class BitLinear(ColumnParallelBitLinear):
         if self.weight.requires_grad:
             self._ternary_source = None
         return super().ternary()
+
+
+def _row_product(
+    x_q: Tensor,
+    scale: Tensor,
+    ternary: TernaryWeight,
+    dtype: torch.dtype,
+    context: LayerContext,
+    forward_pass: ForwardPass,
+) -> Tensor:
+    """int8 ``[T, k]`` → ``[t, N]``, summed over TP."""
+
+    def product() -> Tensor:
+        if context.tp.size == 1:
+            return ternary_linear(x_q, scale, ternary, dtype)
+        acc = ternary_matmul(x_q, ternary)
+        return sum_products(acc, scale, ternary.scale, dtype, context)
+
+    return forward_pass.product(product)
 
 
 def _as_ternary(layer: nn.Module) -> ColumnParallelBitLinear:
@@ -199,18 +220,11 @@ class _RowParallelTernary(Function):
         backward: TernaryBackward,
         weight: ShardedParameter,
     ) -> Tensor:
-        context, (ternary,) = backward.context, backward.ternary
         ctx.save_for_backward(x_q, scale)
         ctx.products, ctx.weight, ctx.dtype = backward, weight, x.dtype
         ctx.queue = forward_pass.weight_gradients
-
-        def product() -> Tensor:
-            if context.tp.size == 1:
-                return ternary_linear(x_q, scale, ternary, x.dtype)
-            acc = ternary_matmul(x_q, ternary)
-            return sum_products(acc, scale, ternary.scale, x.dtype, context)
-
-        return forward_pass.product(product)
+        (ternary,) = backward.ternary
+        return _row_product(x_q, scale, ternary, x.dtype, backward.context, forward_pass)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

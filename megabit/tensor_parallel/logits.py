@@ -12,6 +12,7 @@ from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass
 from megabit.tensor_parallel.parameter import ShardedParameter
 from megabit.tensor_parallel.partition import Span
 from megabit.tensor_parallel.weight_gradients import WeightGradientQueue, weight_gradient
+from megabit_kernels import dense_linear, runs_native
 
 
 def vocab_parallel_logits(
@@ -23,12 +24,15 @@ def vocab_parallel_logits(
 ) -> Tensor:
     """``x [T, H]`` and this rank's ``weight [v, H]`` → ``[T, v]``, with the same bits at every TP.
 
-    A floating-point product may be summed in another order when its shape changes, so there is one
-    for each fixed block of the vocabulary; in layout-exact training backward as well, one for each
-    block of the tree. Sends nothing; the caller sums dX over TP (``enter_column_parallel``).
+    Each logit is summed in one order (``dense_linear``), whatever else is computed with it. Where
+    that is too slow for training, its forward pass has a product for each fixed block of the
+    vocabulary instead, since a product of another shape may be summed in another order; the
+    backward pass of layout-exact training has one for each block of the tree. Sends nothing; the
+    caller sums dX over TP (``enter_column_parallel``).
     """
     queue = forward_pass.weight_gradients
-    return _VocabParallelLogits.apply(x, weight.ready(), rows, context, queue)
+    is_in_blocks = torch.is_grad_enabled() and not runs_native(x)
+    return _VocabParallelLogits.apply(x, weight.ready(), rows, context, queue, is_in_blocks)
 
 
 class _VocabParallelLogits(Function):
@@ -40,10 +44,13 @@ class _VocabParallelLogits(Function):
         rows: Span,
         context: LayerContext,
         queue: WeightGradientQueue | None,
+        is_in_blocks: bool,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.queue = weight, queue
         ctx.widths = _tree_widths(rows, context)
+        if not is_in_blocks:
+            return dense_linear(x, weight.to(x.dtype))
         logits = x.new_empty(x.shape[0], rows.width)
         blocks = weight.to(x.dtype).split(rows.block_widths)
         for columns, block in zip(logits.split(rows.block_widths, dim=1), blocks, strict=True):
@@ -66,7 +73,7 @@ class _VocabParallelLogits(Function):
 
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(ctx.weight, compute, ctx.queue)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _tree_widths(rows: Span, context: LayerContext) -> list[int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megabit.checkpoint.model_source import CHECKPOINTS, SNAPSHOTS
+from megabit.checkpoint.folder import CHECKPOINTS, SNAPSHOTS
 
 
 @dataclass(frozen=True)

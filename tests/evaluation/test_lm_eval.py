@@ -16,7 +16,8 @@ from megabit.errors import UserError
 from megabit.evaluation.continuations import Request, score_continuations
 from megabit.evaluation.lm_eval_adapter import MegabitLM
 from megabit.evaluation.lm_eval_tasks import TaskResult, load_tasks, run_tasks
-from megabit.evaluation.opening import ModelTokenizer, model_tokenizer
+from megabit.evaluation.opening import model_tokenizer
+from megabit.inference.model_text import ModelTokenizer
 from megabit.interop.opening import open_source
 from megabit.launch import run_ranks
 from tests.evaluation.saved_models import LENGTH, load, save_model, settings_of

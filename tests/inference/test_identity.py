@@ -20,7 +20,7 @@ from megabit.tensor_parallel.cross_entropy import log_probabilities
 from tests.inference.models import MAX_LENGTH, save_served_model
 
 NUM_IDS = 300
-ANSWER = 12
+ANSWER = 8
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
 
 
@@ -33,18 +33,19 @@ class Way(NamedTuple):
     num_blocks: int | None = None
 
 
-WAYS = [Way(*parts) for parts in itertools.product((1, 7, 64), (64, 512), (False, True))] + [
-    Way(16, 24, True, num_blocks=24)
+WAYS = [
+    *(Way(*parts) for parts in itertools.product((7, 64), (64, 512), (False, True))),
+    Way(16, 24, True, num_blocks=24),
 ]
 """Batch sizes × chunk sizes × prefix cache; and with so few blocks that sequences give way."""
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """50, of 1 to 90 tokens; every third one begins as the one before it."""
+    """50, of 1 to 60 tokens; every third one begins as the one before it."""
     generator = torch.Generator().manual_seed(4)
     made: list[tuple[int, ...]] = []
     for number in range(50):
-        length = int(torch.randint(1, 90, (), generator=generator))
+        length = int(torch.randint(1, 60, (), generator=generator))
         tokens = torch.randint(NUM_IDS, (length,), generator=generator).tolist()
         shared = made[-1][: len(made[-1]) * 3 // 4] if number % 3 == 2 else ()
         made.append((*shared, *tokens)[: MAX_LENGTH - ANSWER])
@@ -87,7 +88,7 @@ def answers(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_served_model(tmp_path_factory.mktemp("served") / "model")
+    return save_served_model(tmp_path_factory.mktemp("served") / "model", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +124,6 @@ def test_they_are_those_of_the_trainers_forward_pass(model: Path, alone: Answers
 def test_they_are_the_same_in_any_company_at_any_layout(
     model: Path, alone: Answers, tp: int, pp: int
 ) -> None:
-    # Each layout takes a part of the ways that differ in more than one thing, and all 50 prompts.
-    ways = WAYS if (tp, pp) == (1, 1) else WAYS[(tp + pp) % 3 :: 3]
-    for way, found in zip(ways, run_ranks(answers(model, tp, pp, ways), tp * pp)[0], strict=True):
-        assert found == alone, way
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS[1:])
-def test_they_are_so_in_all_ways(model: Path, alone: Answers, tp: int, pp: int) -> None:
     for way, found in zip(WAYS, run_ranks(answers(model, tp, pp, WAYS), tp * pp)[0], strict=True):
         assert found == alone, way
 

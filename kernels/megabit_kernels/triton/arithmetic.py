@@ -1,7 +1,8 @@
 """Operations that Triton's interpreter rounds otherwise than a GPU, made equal.
 
-It multiplies and adds where a GPU fuses, and cuts off bits where a GPU rounds to bf16. Kernels that
-need either take a constant ``INTERPRETED``, from ``is_interpreted()``.
+It multiplies and adds where a GPU fuses, cuts off bits where a GPU rounds to bf16, and gives
+matrices to a BLAS, which adds up some rows in another order than others. Kernels that need one of
+these as a GPU does it take a constant ``INTERPRETED``, from ``is_interpreted()``.
 """
 
 import triton
@@ -29,6 +30,20 @@ def rounded(x: tl.tensor, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.
         else:
             x = x.to(tl.bfloat16).to(tl.float32)
     return x
+
+
+@triton.jit
+def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
+    """``acc + a · b`` with fp32 sums, of matrices of one float dtype; fp32 is not rounded to TF32.
+
+    All elements of ``a · b`` are added up in one order.
+    """
+    if INTERPRETED:
+        terms = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
+        result = acc + tl.sum(terms, 1)
+    else:
+        result = tl.dot(a, b, acc, input_precision="ieee")
+    return result
 
 
 def is_interpreted() -> bool:

@@ -47,7 +47,7 @@ def spec_of_tiles(
     config: TileConfig,
     signature: Mapping[str, str],
     constants: Mapping[str, object],
-    tensor_cores: TensorCores,
+    tensor_cores: TensorCores | None,
 ) -> CompileSpec:
     """The compilation of a product for shapes that are multiples of 16.
 

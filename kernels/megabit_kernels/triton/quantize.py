@@ -150,8 +150,13 @@ def _quantize(
     estimate = x * inverse
     remainder = fma(-estimate, scale, x, INTERPRETED)
     quotient = fma(remainder, inverse, estimate, INTERPRETED)
-    codes = (quotient + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS
-    return tl.where(quotient == quotient, codes, 0)
+    return tl.where(quotient == quotient, nearest_integer(quotient), 0)
+
+
+@triton.jit
+def nearest_integer(x: tl.tensor) -> tl.tensor:
+    """int32, ties to even, of fp32 numbers below 2^22."""
+    return (x + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS
 
 
 def as_rows(name: str, x: Tensor) -> Tensor:

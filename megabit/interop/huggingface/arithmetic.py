@@ -22,28 +22,42 @@ from torch.nn import functional as F
 _Result = TypeVar("_Result")
 
 Linear = Callable[[Tensor], Tensor]
+"""``x`` with all columns, which are quantized together → its product with a weight. Of a weight
+that has some of the ``columns`` only: a term of a sum over such weights."""
+ALL = slice(None)
+Part = tuple[slice, slice]
+"""Rows and columns of a weight."""
+WHOLE: Part = (ALL, ALL)
 Attention = Literal["sdpa", "eager"]
 """What transformers calls ``attn_implementation``; ``sdpa`` is its default."""
 
 
-def online_linear(weight: Tensor, compiled: bool) -> Linear:
+def online_linear(weight: Tensor, compiled: bool, part: Part = WHOLE) -> Linear:
     """A layer that quantizes its master weight, ``AutoBitLinear`` in mode ``online``."""
     # A Parameter, as there: the compiler takes its shape for a constant, and not that of others.
     quantized = _maybe(compiled, _quantized_weight)(nn.Parameter(weight, requires_grad=False))
-    return lambda x: F.linear(_maybe(compiled, _quantized_activation)(x), quantized)
+    own, columns = quantized[part].contiguous(), part[1]
+    return lambda x: F.linear(_maybe(compiled, _quantized_activation)(x)[..., columns], own)
 
 
-def auto_linear(codes: Tensor, weight_scale: Tensor, compiled: bool) -> Linear:
+def auto_linear(
+    codes: Tensor, weight_scale: Tensor, compiled: bool, columns: slice = ALL
+) -> Linear:
     """A layer of codes ``[N, K]`` and γ in one dtype, ``AutoBitLinear`` in mode ``offline``."""
-    return lambda x: F.linear(_maybe(compiled, _quantized_activation)(x), codes) * weight_scale
+
+    def linear(x: Tensor) -> Tensor:
+        x_hat = _maybe(compiled, _quantized_activation)(x)[..., columns]
+        return F.linear(x_hat, codes) * weight_scale
+
+    return linear
 
 
-def bit_linear(codes: Tensor, weight_scale: Tensor, compiled: bool) -> Linear:
+def bit_linear(codes: Tensor, weight_scale: Tensor, compiled: bool, columns: slice = ALL) -> Linear:
     """A layer of codes ``[N, K]`` and 1/γ in one dtype, ``BitLinear``."""
 
     def linear(x: Tensor) -> Tensor:
         x_q, x_scale = _maybe(compiled, _int8_activation)(x)
-        product = F.linear(x_q.to(codes.dtype), codes)
+        product = F.linear(x_q[..., columns].to(codes.dtype), codes)
         return _maybe(compiled, _descaled)(product, weight_scale, x_scale)
 
     return linear
@@ -51,9 +65,14 @@ def bit_linear(codes: Tensor, weight_scale: Tensor, compiled: bool) -> Linear:
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Rounded to the dtype of ``x`` before the gain is multiplied."""
+    return gain * normalized(x, eps)
+
+
+def normalized(x: Tensor, eps: float) -> Tensor:
+    """``rms_norm`` without a gain."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return gain * wide.to(x.dtype)
+    return wide.to(x.dtype)
 
 
 def rotary_tables(length: int, head_dim: int, theta: float, dtype: torch.dtype) -> list[Tensor]:

@@ -1,0 +1,38 @@
+"""``megabit chat``: a page to talk with a model."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megabit.cli.arguments import Settings
+
+
+def chat(
+    ckpt: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CKPT",
+            help="A checkpoint, a run's folder (then its newest checkpoint), or a folder of "
+            "Hugging Face's.",
+            show_default=False,
+        ),
+    ],
+    settings: Settings = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Serve a page to chat with a model, on a free port of this machine; Ctrl-C ends it.
+
+    SETTINGS are those of megabit serve, which this is, but for the port.
+
+    Example: megabit chat runs/default --open
+    """
+    from megabit.serving.start import serve_model
+
+    def announce(name: str, url: str) -> None:
+        print(f"Chat with {name}: {url} (loading the model; Ctrl-C ends it)", flush=True)
+        if open_page:
+            typer.launch(url)
+
+    sys.exit(serve_model(ckpt, ["server.port=0", *(settings or [])], announce))
