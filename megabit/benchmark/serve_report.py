@@ -142,6 +142,7 @@ def _draw_shares(axes: "Axes", result: Result, measure: str) -> None:
         axes.legend(fontsize=8, loc="lower right")
         if values[0] > 0 and values[-1] / values[0] > 20:
             axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter("")  # they would lie over each other
     axes.set(xlabel="ms", ylabel="% at most", title=MEASURES[measure], ylim=(0, 101))
     axes.grid(alpha=0.3)
 
@@ -149,13 +150,13 @@ def _draw_shares(axes: "Axes", result: Result, measure: str) -> None:
 def _draw_throughput(axes: "Axes", result: Result) -> None:
     """Pieces are spread over the tokens of their answer, since some tokens show no text."""
     bin_s = max(1.0, result.seconds / 60)
-    edges = np.arange(0.0, result.seconds + bin_s, bin_s)
+    edges = np.append(np.arange(0.0, result.seconds, bin_s), max(result.seconds, 1e-3))
     at, weights = [], []
     for reply in result.complete:
         at += [piece - result.began_at for piece in reply.pieces_at]
         weights += [reply.completion_tokens / max(1, len(reply.pieces_at))] * len(reply.pieces_at)
     tokens, _ = np.histogram(at, bins=edges, weights=weights)
-    axes.stairs(tokens / bin_s, edges, color="tab:blue", fill=True, alpha=0.5)
+    axes.stairs(tokens / np.diff(edges), edges, color="tab:blue", fill=True, alpha=0.5)
     axes.set(xlabel="s", ylabel="tokens/s", title="generated", xlim=(0, max(result.seconds, 1e-3)))
     axes.grid(alpha=0.3)
     open_ = axes.twinx()

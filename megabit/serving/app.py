@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -99,7 +100,7 @@ class _Routes:
 
     async def metrics(self) -> Response:
         text = self._service.metrics.exposition()
-        return Response(text, media_type="text/plain; version=1.0.0; charset=utf-8")
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def page(self) -> Response:
         return HTMLResponse(self._page, headers={"Cache-Control": "no-cache"})
@@ -158,7 +159,7 @@ class _Routes:
     def _check_key(self, request: Request) -> None:
         if self._expected is None:
             return
-        given = request.headers.get("authorization", "").encode()
+        given = request.headers.get("authorization", "").encode("latin-1")
         if not hmac.compare_digest(given, self._expected):
             text = "The API key is missing or wrong; send it as Authorization: Bearer KEY."
             raise ApiError(401, text, code="invalid_api_key")

@@ -142,6 +142,10 @@ class CompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _consistent(self) -> "CompletionRequest":
+        answers = len(self.prompt) * (self.n or 1)
+        if answers > MAX_PROMPTS:
+            text = f"prompt and n: {answers} answers; at most {MAX_PROMPTS} in one request."
+            raise ApiError(400, text, param="n", code="invalid_value")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(
                 400,

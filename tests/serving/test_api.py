@@ -211,6 +211,7 @@ def test_models_and_the_rest(echo: Server) -> None:
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [[5], [VOCAB]]}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": ["a"] * 64, "n": 17}, "n"),
         ({"prompt": [65] * (MAX_MODEL_LEN + 1)}, "prompt"),
         ({"prompt": [65] * MAX_MODEL_LEN}, "prompt"),
         ({"prompt": [65] * 500, "max_tokens": 13}, "max_tokens"),
@@ -252,6 +253,8 @@ def test_wrong_chats(echo: Server, wrong: dict[str, Any], param: str) -> None:
         b'"x"',
         b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}",
+        b'{"prompt": [1' + b"0" * 5000 + b"]}",
         b'{"prompt": "\xff\xfe"}',
         b'{"prompt": "\\ud800"}',
         b"[" * 100_000,
@@ -304,12 +307,12 @@ def test_ids_the_model_knows(echo: Server) -> None:
 
 
 def test_key(tmp_path: Path) -> None:
-    with echo_server(tmp_path, "server.api_key=secret", "server.model_name=mine") as server:
-        for headers in ({}, {"authorization": "Bearer Secret"}, {"authorization": "secret"}):
+    with echo_server(tmp_path, "server.api_key=sécret", "server.model_name=mine") as server:
+        for headers in ({}, {"authorization": "Bearer secret"}, {"authorization": "secret"}):
             for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
                 response = server.http.request(method, path, headers=headers)
                 assert error(response, 401)["code"] == "invalid_api_key"
-        server.http.headers["authorization"] = "Bearer secret"
+        server.http.headers["authorization"] = "Bearer sécret"
         response = server.complete(PROMPT, model="mine")
         assert response.json().get("model") == "mine", response.text
-        assert "secret" not in server.log
+        assert "sécret" not in server.log
