@@ -54,7 +54,7 @@ def test_the_commands_are_there_before_torch_is() -> None:
 def test_help_lists_the_commands() -> None:
     result = megabit("--help")
     assert result.returncode == 0
-    assert "Train BitNet b1.58 (ternary) language models" in result.stdout
+    assert "Train and serve BitNet b1.58 (ternary) language models" in result.stdout
     for command, does in [
         ("train", "Train a model"),
         ("eval", "Compute the loss"),

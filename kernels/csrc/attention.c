@@ -2,8 +2,8 @@
  *
  * A task is a run of queries of one sequence with all heads that read one KV head. It goes over the
  * context three times: scores of all keys, their weights, the weighted sum of values. A score is
- * summed over D in order, a sum of values over the keys in order, a sum of weights as floats.h says;
- * each query by itself, from the first key of its sequence on. So nothing else can change a bit.
+ * summed over D in order, values over the keys in order, weights as floats.h says; each query by
+ * itself, from the first key of its sequence on. So nothing else can change a bit.
  *
  * Pages of floats are multiplied where they are. Others are widened for it, a chunk of keys at a
  * time, which then serves all queries of the task. */
@@ -12,12 +12,13 @@
 #include <string.h>
 
 #include "isa.h"
+#include "pages.h"
 #include "scratch.h"
 #include "threads.h"
 
 enum {
-    CHUNK = 64,       /* keys */
-    MOST_ROWS = 96,   /* of a task: a row is one query of one head */
+    CHUNK = 64,             /* keys */
+    MOST_ROWS = 96,         /* of a task: a row is one query of one head */
     SCORE_FLOATS = 1 << 16, /* of a task, if that leaves a tile of rows */
 };
 
@@ -31,7 +32,7 @@ struct attention {
     const int32_t *block_tables, *query_starts, *context_lengths;
     float scale;
     float *statistics; /* [tokens, heads, 2], or NULL */
-    int64_t padded; /* D in whole words */
+    int64_t padded;    /* D in whole words */
     bool is_direct;
     int64_t *group_starts; /* [kv_heads + 1] */
     int64_t *group_heads;  /* [heads], by KV head */
@@ -52,11 +53,6 @@ struct rows {
     float *chunk; /* widened; lanes beyond D hold anything, and no lane reads another */
 };
 
-static int64_t type_bytes(int type)
-{
-    return type == MEGABIT_FLOAT32 ? 4 : type == MEGABIT_INT8 ? 1 : 2;
-}
-
 /* Keys that a row of the task sees. */
 static int64_t visible(const struct rows *rows, int64_t row)
 {
@@ -71,7 +67,7 @@ static int64_t task_rows(const struct attention *a, int64_t sequence)
     return rows > tile ? rows : tile;
 }
 
-/* The page of so many tokens of one KV head that holds a key: keys [D][block], values [block][D]. */
+/* The page of this KV head that holds a key, as a number of keys [D][block], values [block][D]. */
 static int64_t page_of(const struct rows *rows, int64_t key)
 {
     const struct megabit_pages *pages = rows->a->pages;
@@ -165,9 +161,9 @@ static void add_values(const struct rows *rows, int64_t row, int64_t count, int6
         int64_t words = smaller(WORDS, padded / WORD - word);
         for (int64_t i = 0; i < words; i++)
             at[i] = values + WORD * (word + i);
-        rows->a->isa->floats.outer_tile((int)count, words, rows->scores + row * rows->stride + first,
-                                        rows->stride, at, padded, last - first,
-                                        rows->out + row * padded + WORD * word, padded);
+        rows->a->isa->floats.outer_tile(
+            (int)count, words, rows->scores + row * rows->stride + first, rows->stride, at, padded,
+            last - first, rows->out + row * padded + WORD * word, padded);
     }
 }
 
@@ -340,8 +336,9 @@ int megabit_paged_attention(const struct isa *isa, const void *q, int type,
     };
     if (!is_valid(&a, kv_of_query, tokens))
         return MEGABIT_BAD_VALUE;
-    a.group_starts = scratch(SCRATCH_ACTIVATIONS, sizeof(int64_t) * (size_t)(pages->kv_heads + 1 +
-                                                                            heads + sequences + 1));
+    a.group_starts =
+        scratch(SCRATCH_ACTIVATIONS,
+                sizeof(int64_t) * (size_t)(pages->kv_heads + 1 + heads + sequences + 1));
     if (a.group_starts == NULL)
         return MEGABIT_NO_MEMORY;
     a.group_heads = a.group_starts + pages->kv_heads + 1;
@@ -349,59 +346,4 @@ int megabit_paged_attention(const struct isa *isa, const void *q, int type,
     double work = plan(&a, kv_of_query);
     parallel_for(a.first_tasks[sequences], threads_for(work, threads), attend_tasks, &a);
     return a.out_of_memory ? MEGABIT_NO_MEMORY : MEGABIT_OK;
-}
-
-/* One head of one token: D numbers, `stride` elements apart, and the scale of int8. */
-static void write_head(const struct isa *isa, const float *x, int64_t d, int type, char *out,
-                       int64_t stride, float *scale)
-{
-    enum { SOME = 64 };
-    if (type == MEGABIT_INT8)
-        *scale = isa->elementwise.absmax_float32(x, d) / 127.0f;
-    for (int64_t first = 0; first < d; first += SOME) {
-        int64_t count = smaller(SOME, d - first);
-        char some[4 * SOME];
-        if (type == MEGABIT_INT8)
-            isa->elementwise.quantize_float32(x + first, *scale, count, (int8_t *)some);
-        else
-            isa->floats.narrow_row(x + first, 1.0f, count, type, some);
-        if (type == MEGABIT_FLOAT32)
-            for (int64_t i = 0; i < count; i++)
-                memcpy(out + 4 * stride * (first + i), some + 4 * i, 4);
-        else if (type == MEGABIT_INT8)
-            for (int64_t i = 0; i < count; i++)
-                out[stride * (first + i)] = some[i];
-        else
-            for (int64_t i = 0; i < count; i++)
-                memcpy(out + 2 * stride * (first + i), some + 2 * i, 2);
-    }
-}
-
-int megabit_write_pages(const struct isa *isa, const struct megabit_pages *pages, const void *k,
-                        const void *v, int type, const int64_t *slots, int64_t tokens, int threads)
-{
-    (void)threads; /* it is a copy */
-    const int64_t d = pages->head_dim, block = pages->block_size, kv_heads = pages->kv_heads;
-    const int64_t bytes = type_bytes(pages->type);
-    for (int64_t token = 0; token < tokens; token++)
-        if (slots[token] < 0 || slots[token] >= pages->blocks * block)
-            return MEGABIT_BAD_VALUE;
-    float *wide = scratch(SCRATCH_SUMS, sizeof(float) * 2 * (size_t)d);
-    if (wide == NULL)
-        return MEGABIT_NO_MEMORY;
-    for (int64_t token = 0; token < tokens; token++)
-        for (int64_t head = 0; head < kv_heads; head++) {
-            int64_t from = type_bytes(type) * (token * kv_heads + head) * d;
-            int64_t page = slots[token] / block * kv_heads + head, offset = slots[token] % block;
-            isa->floats.widen_rows((const char *)k + from, type, 0, 1, d, wide, 0);
-            isa->floats.widen_rows((const char *)v + from, type, 0, 1, d, wide + d, 0);
-            write_head(isa, wide, d, pages->type,
-                       (char *)pages->keys + bytes * (page * block * d + offset), block,
-                       pages->key_scale == NULL ? NULL : pages->key_scale + page * block + offset);
-            write_head(isa, wide + d, d, pages->type,
-                       (char *)pages->values + bytes * (page * block + offset) * d, 1,
-                       pages->value_scale == NULL ? NULL
-                                                  : pages->value_scale + page * block + offset);
-        }
-    return MEGABIT_OK;
 }

@@ -9,8 +9,8 @@
 #include "threads.h"
 
 enum {
-    COLUMNS = 24,           /* of a task: rows of W, which stay in L2 */
-    X_FLOATS = 1 << 21,     /* of x that are widened at a time */
+    COLUMNS = 24,       /* of a task: rows of W, which stay in L2 */
+    X_FLOATS = 1 << 21, /* of x that are widened at a time */
 };
 
 struct dense {
@@ -30,8 +30,8 @@ static void multiply_columns(void *context, int64_t begin, int64_t end)
     const struct float_kernels *floats = &dense->isa->floats;
     const int64_t size = dense->type == MEGABIT_FLOAT32 ? 4 : 2, tile = floats->dot_rows;
     /* One tile reads bfloat16 once and widens it on the way; for more, it is widened before. */
-    bool is_widened = dense->type == MEGABIT_FLOAT16 ||
-                      (dense->type == MEGABIT_BFLOAT16 && dense->m > tile);
+    bool is_widened =
+        dense->type == MEGABIT_FLOAT16 || (dense->type == MEGABIT_BFLOAT16 && dense->m > tile);
     int64_t wide_floats = is_widened ? COLUMNS * dense->k : 0;
     float *wide = scratch(SCRATCH_SUMS, sizeof(float) * (size_t)(wide_floats + tile * COLUMNS));
     if (wide == NULL) {

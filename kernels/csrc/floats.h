@@ -1,4 +1,4 @@
-/* Floating-point microkernels. Each isa_*.c includes them and gets them in its own vectors.
+/* Vectors of floats, whatever the instruction set is, and how numbers of other types become floats.
  *
  * A *word* is 16 floats, as one vector or several. What is summed along lanes is summed in 16 of
  * them, which are then added in one fixed order, whatever the vectors are; all that is not summed
@@ -28,7 +28,7 @@ enum { FLOAT_LANES = 4, ROW_TILE = 2, WORD_TILE = 1, DOT_ROWS = 1, DOT_COLUMNS =
 #endif
 enum {
     WORD_VECTORS = WORD / FLOAT_LANES,
-    DOT_SUMS = DOT_ROWS * DOT_COLUMNS > 4 ? DOT_ROWS * DOT_COLUMNS : 4,
+    DOT_SUMS = DOT_ROWS * DOT_COLUMNS > 4 ? DOT_ROWS *DOT_COLUMNS : 4,
 };
 
 typedef float floats __attribute__((vector_size(4 * FLOAT_LANES)));
@@ -141,98 +141,6 @@ INLINE floats exponential(floats x)
     return chosen((ints)(x < all_lanes(-87.3f)), all_lanes(0.0f), sum * (floats)power);
 }
 
-/* Weights of one row of scores, in place: e^(x - largest), x = score * scale. What lies behind, up
- * to the next word, becomes zero. Returns their sum. */
-static float softmax_row(float *row, int64_t count, float scale, float *largest)
-{
-    int64_t padded = ceil_div(count, WORD) * WORD;
-    const float infinity = __builtin_inff();
-    for (int64_t i = count; i < padded; i++)
-        row[i] = -infinity;
-    floats most[WORD_VECTORS], sum[WORD_VECTORS];
-    UNROLLED(v, WORD_VECTORS) {
-        most[v] = all_lanes(-infinity);
-        sum[v] = all_lanes(0.0f);
-    }
-    for (int64_t i = 0; i < padded; i += WORD)
-        UNROLLED(v, WORD_VECTORS) {
-            floats x = load_floats(row + i + FLOAT_LANES * v) * scale;
-            store_floats(row + i + FLOAT_LANES * v, x);
-            most[v] = chosen((ints)(x > most[v]), x, most[v]);
-        }
-    float lanes[WORD];
-    memcpy(lanes, most, sizeof lanes);
-    *largest = -infinity;
-    for (int i = 0; i < WORD; i++)
-        *largest = lanes[i] > *largest ? lanes[i] : *largest;
-    for (int64_t i = 0; i < padded; i += WORD)
-        UNROLLED(v, WORD_VECTORS) {
-            floats weight = exponential(load_floats(row + i + FLOAT_LANES * v) - *largest);
-            store_floats(row + i + FLOAT_LANES * v, weight);
-            sum[v] += weight;
-        }
-    return sum_of_word(sum);
-}
-
-/* c[r][i] += the sum over k, in order, of a[r][k] * b[k][i], for so many words i. */
-INLINE void outer_tile_of(int rows, int words, const float *a, int64_t a_stride,
-                          const float *const *b, int64_t b_stride, int64_t count, float *c,
-                          int64_t c_stride)
-{
-    enum { MOST = WORD_TILE * WORD_VECTORS };
-    const int vectors = words * WORD_VECTORS;
-    floats acc[ROW_TILE][MOST];
-    const float *from[WORD_TILE];
-    UNROLLED(w, words)
-        from[w] = b[w];
-    UNROLLED(r, rows)
-        UNROLLED(v, vectors)
-            acc[r][v] = load_floats(c + r * c_stride + FLOAT_LANES * v);
-    for (int64_t k = 0; k < count; k++) {
-        floats values[MOST];
-        UNROLLED(w, words) {
-            UNROLLED(v, WORD_VECTORS)
-                values[w * WORD_VECTORS + v] = load_floats(from[w] + FLOAT_LANES * v);
-            from[w] += b_stride;
-        }
-        UNROLLED(r, rows) {
-            floats factor = all_lanes(a[r * a_stride + k]);
-            UNROLLED(v, vectors)
-                acc[r][v] = multiply_add(factor, values[v], acc[r][v]);
-        }
-    }
-    UNROLLED(r, rows)
-        UNROLLED(v, vectors)
-            store_floats(c + r * c_stride + FLOAT_LANES * v, acc[r][v]);
-}
-
-INLINE void outer_rows(int rows, int64_t words, const float *a, int64_t a_stride,
-                       const float *const *b, int64_t b_stride, int64_t count, float *c,
-                       int64_t c_stride)
-{
-    for (; words >= WORD_TILE; words -= WORD_TILE, b += WORD_TILE, c += WORD * WORD_TILE)
-        outer_tile_of(rows, WORD_TILE, a, a_stride, b, b_stride, count, c, c_stride);
-    for (; words > 0; words--, b++, c += WORD)
-        outer_tile_of(rows, 1, a, a_stride, b, b_stride, count, c, c_stride);
-}
-
-/* The number of rows must be a constant for the sums to live in registers. */
-static void outer_tile(int rows, int64_t words, const float *a, int64_t a_stride,
-                       const float *const *b, int64_t b_stride, int64_t count, float *c,
-                       int64_t c_stride)
-{
-    switch (rows) {
-    case 1: outer_rows(1, words, a, a_stride, b, b_stride, count, c, c_stride); break;
-#if defined(__AVX__) || defined(__aarch64__)
-    case 2: outer_rows(2, words, a, a_stride, b, b_stride, count, c, c_stride); break;
-    case 3: outer_rows(3, words, a, a_stride, b, b_stride, count, c, c_stride); break;
-    case 4: outer_rows(4, words, a, a_stride, b, b_stride, count, c, c_stride); break;
-    case 5: outer_rows(5, words, a, a_stride, b, b_stride, count, c, c_stride); break;
-#endif
-    default: outer_rows(ROW_TILE, words, a, a_stride, b, b_stride, count, c, c_stride); break;
-    }
-}
-
 /* float16 to float, exactly: its exponent is 112 less. */
 INLINE float widened_half(uint16_t half)
 {
@@ -249,7 +157,7 @@ INLINE uint16_t narrowed_half(float value)
     if (magnitude > 0x7f800000)
         half = 0x7e00;
     else if (magnitude >= 0x477ff000)
-        half = 0x7c00; /* 65520 and more */
+        half = 0x7c00;               /* 65520 and more */
     else if (magnitude < 0x38800000) /* below 2^-14: a unit of the sum is one of the result */
         half = (uint32_t)bits_of(float_of((int32_t)magnitude) + 0.5f) - 0x3f000000;
     else
@@ -310,13 +218,15 @@ static void widen_rows(const void *from, int type, int64_t from_stride, int64_t 
                        float *out, int64_t out_stride)
 {
     const char *bytes = from;
-    for (int64_t row = 0; row < rows; row++, out += out_stride)
+    for (int64_t row = 0; row < rows; row++, out += out_stride) {
         switch (type) {
-        case MEGABIT_FLOAT32: widen_as(MEGABIT_FLOAT32, bytes, count, out); bytes += 4 * from_stride; break;
-        case MEGABIT_BFLOAT16: widen_as(MEGABIT_BFLOAT16, bytes, count, out); bytes += 2 * from_stride; break;
-        case MEGABIT_FLOAT16: widen_as(MEGABIT_FLOAT16, bytes, count, out); bytes += 2 * from_stride; break;
-        default: widen_as(MEGABIT_INT8, bytes, count, out); bytes += from_stride; break;
+        case MEGABIT_FLOAT32: widen_as(MEGABIT_FLOAT32, bytes, count, out); break;
+        case MEGABIT_BFLOAT16: widen_as(MEGABIT_BFLOAT16, bytes, count, out); break;
+        case MEGABIT_FLOAT16: widen_as(MEGABIT_FLOAT16, bytes, count, out); break;
+        default: widen_as(MEGABIT_INT8, bytes, count, out); break;
         }
+        bytes += from_stride * (type == MEGABIT_FLOAT32 ? 4 : type == MEGABIT_INT8 ? 1 : 2);
+    }
 }
 
 /* x / divisor in a type of floats. */
@@ -333,102 +243,11 @@ static void narrow_row(const float *x, float divisor, int64_t count, int type, v
             ((uint16_t *)out)[i] = narrowed_half(x[i] / divisor);
 }
 
-/* out[i] *= factor[i], or one factor. */
+/* out[i] *= factor[i] */
 static void scale_row(float *out, const float *factor, int64_t count)
 {
     for (int64_t i = 0; i < count; i++)
         out[i] *= factor[i];
 }
-
-/* Dot products of rows of x, whole words of floats, with rows of W of a type. */
-INLINE void dot_tile_of(int type, int rows, int columns, const float *x, int64_t x_stride,
-                        const void *weight, int64_t k, float *out, int64_t out_stride)
-{
-    const int64_t size = type == MEGABIT_FLOAT32 ? 4 : 2;
-    floats acc[DOT_SUMS][WORD_VECTORS];
-    UNROLLED(i, rows * columns)
-        UNROLLED(v, WORD_VECTORS)
-            acc[i][v] = all_lanes(0.0f);
-    const char *w[DOT_COLUMNS];
-    UNROLLED(n, columns)
-        w[n] = (const char *)weight + n * size * k;
-    int64_t at = 0;
-    for (; at + WORD <= k; at += WORD)
-        UNROLLED(v, WORD_VECTORS) {
-            floats values[DOT_COLUMNS];
-            UNROLLED(n, columns)
-                values[n] = load_as(type, w[n] + size * (at + FLOAT_LANES * v));
-            UNROLLED(r, rows) {
-                floats factor = load_floats(x + r * x_stride + at + FLOAT_LANES * v);
-                UNROLLED(n, columns)
-                    acc[r * columns + n][v] =
-                        multiply_add(factor, values[n], acc[r * columns + n][v]);
-            }
-        }
-    if (at < k)
-        UNROLLED(n, columns) {
-            float last[WORD] = {0}; /* as x is filled up */
-            for (int64_t i = at; i < k; i++)
-                last[i - at] = widened_as(type, w[n], i);
-            UNROLLED(r, rows)
-                UNROLLED(v, WORD_VECTORS)
-                    acc[r * columns + n][v] = multiply_add(
-                        load_floats(x + r * x_stride + at + FLOAT_LANES * v),
-                        load_floats(last + FLOAT_LANES * v), acc[r * columns + n][v]);
-        }
-    float sums[DOT_SUMS];
-    UNROLLED(i, rows * columns / 4)
-        sums_of_four(acc + 4 * i, sums + 4 * i);
-    for (int i = rows * columns / 4 * 4; i < rows * columns; i++)
-        sums[i] = sum_of_word(acc[i]);
-    UNROLLED(r, rows)
-        UNROLLED(n, columns)
-            out[r * out_stride + n] = sums[r * columns + n];
-}
-
-INLINE void dot_columns(int type, int rows, const float *x, int64_t x_stride, const void *weight,
-                        int64_t n, int64_t k, float *out, int64_t out_stride)
-{
-    const int64_t size = type == MEGABIT_FLOAT32 ? 4 : 2;
-    const char *w = weight;
-    int64_t column = 0;
-    for (; column + DOT_COLUMNS <= n; column += DOT_COLUMNS)
-        dot_tile_of(type, rows, DOT_COLUMNS, x, x_stride, w + size * k * column, k, out + column,
-                    out_stride);
-    for (; column < n; column++)
-        dot_tile_of(type, rows, 1, x, x_stride, w + size * k * column, k, out + column, out_stride);
-}
-
-INLINE void dot_rows(int type, int rows, const float *x, int64_t x_stride, const void *weight,
-                     int64_t n, int64_t k, float *out, int64_t out_stride)
-{
-    switch (rows) {
-    case 1: dot_columns(type, 1, x, x_stride, weight, n, k, out, out_stride); break;
-#if defined(__AVX__) || defined(__aarch64__)
-    case 2: dot_columns(type, 2, x, x_stride, weight, n, k, out, out_stride); break;
-#if defined(__AVX512F__)
-    case 3: dot_columns(type, 3, x, x_stride, weight, n, k, out, out_stride); break;
-    case 4: dot_columns(type, 4, x, x_stride, weight, n, k, out, out_stride); break;
-    case 5: dot_columns(type, 5, x, x_stride, weight, n, k, out, out_stride); break;
-#endif
-#endif
-    default: dot_columns(type, DOT_ROWS, x, x_stride, weight, n, k, out, out_stride); break;
-    }
-}
-
-/* `rows` of x, filled up to whole words with zeros, with n rows of W in float32 or bfloat16. */
-static void dot_tile(int rows, const float *x, int64_t x_stride, const void *weight, int type,
-                     int64_t n, int64_t k, float *out, int64_t out_stride)
-{
-    if (type == MEGABIT_FLOAT32)
-        dot_rows(MEGABIT_FLOAT32, rows, x, x_stride, weight, n, k, out, out_stride);
-    else
-        dot_rows(MEGABIT_BFLOAT16, rows, x, x_stride, weight, n, k, out, out_stride);
-}
-
-#define FLOAT_KERNELS                                                                              \
-    {                                                                                              \
-        ROW_TILE, DOT_ROWS, outer_tile, softmax_row, dot_tile, widen_rows, narrow_row, scale_row   \
-    }
 
 #endif

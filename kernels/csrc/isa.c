@@ -31,8 +31,8 @@ static bool has_avx512vnni(void)
 static bool has_avxvnni(void)
 {
     unsigned eax, ebx, ecx, edx;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) &&
-           (eax >> 4 & 1) != 0;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1) != 0;
 }
 #endif
 

@@ -112,8 +112,8 @@ struct elementwise {
     uint64_t (*read)(const uint64_t *words, int64_t count);
 };
 
-/* Floating-point microkernels, written once in floats.h in terms of a few vector operations. What
- * they give for a row does not depend on the other rows. */
+/* Floating-point microkernels, written once in float_tiles.h. What they give for a row does not
+ * depend on the other rows. */
 struct float_kernels {
     int row_tile; /* rows that outer_tile takes at most */
     int dot_rows; /* and dot_tile */

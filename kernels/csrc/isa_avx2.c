@@ -6,7 +6,7 @@
  * 128 * 127 * 2 does, once the sign of x has moved to w. */
 
 #include "avx2.h"
-#include "floats.h"
+#include "float_tiles.h"
 
 enum {
     TILE_ROWS = 4,

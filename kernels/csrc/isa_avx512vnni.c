@@ -4,7 +4,7 @@
 #include <immintrin.h>
 
 #include "elementwise.h"
-#include "floats.h"
+#include "float_tiles.h"
 #include "isa.h"
 
 /* A panel of 64 rows is four vectors wide. Six rows of x make 24 sums, which with the four weights,

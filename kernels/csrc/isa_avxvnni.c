@@ -2,7 +2,7 @@
  * byte and adds them to eight sums. */
 
 #include "avx2.h"
-#include "floats.h"
+#include "float_tiles.h"
 
 /* Six rows of x and two vectors make 12 sums, with two weights and one x 15 of 16 registers. */
 enum { TILE_ROWS = 6, PREFETCH_BYTES = 8192 };

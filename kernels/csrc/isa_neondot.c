@@ -5,7 +5,7 @@
 #include <arm_neon.h>
 
 #include "elementwise.h"
-#include "floats.h"
+#include "float_tiles.h"
 #include "isa.h"
 
 /* A panel of 64 rows is sixteen vectors wide. Six rows of x and four vectors make 24 sums, which

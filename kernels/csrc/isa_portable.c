@@ -1,7 +1,7 @@
 /* Any processor, in vectors that GCC and Clang translate for what it has. */
 
 #include "elementwise.h"
-#include "floats.h"
+#include "float_tiles.h"
 #include "isa.h"
 
 enum {

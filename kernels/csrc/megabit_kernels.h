@@ -115,18 +115,18 @@ MEGABIT_API int megabit_write_pages(const struct isa *isa, const struct megabit_
                                     const void *k, const void *v, int type, const int64_t *slots,
                                     int64_t tokens, int threads);
 
-/* Causal attention of q [tokens, heads, head_dim], scores times `scale`: rows query_starts[i] to query_starts[i + 1] are
- * the last tokens of sequence i, which has context_lengths[i] in the pages block_tables[i]
- * [most_blocks]. statistics [tokens, heads, 2], which may be NULL, gets the largest score of each row
- * and the sum of e^(score - largest). MEGABIT_BAD_VALUE, and nothing read, if there is no such page,
- * head or row. */
+/* Causal attention of q [tokens, heads, head_dim], scores times `scale`: rows query_starts[i] to
+ * query_starts[i + 1] are the last tokens of sequence i, which has context_lengths[i] of them in
+ * the pages block_tables[i] [most_blocks]. statistics [tokens, heads, 2], which may be NULL, gets
+ * the largest score of each row and the sum of e^(score - largest). MEGABIT_BAD_VALUE, and nothing
+ * read, if there is no such page, head or row. */
 MEGABIT_API int megabit_paged_attention(const struct isa *isa, const void *q, int type,
                                         const struct megabit_pages *pages,
-                                        const int32_t *kv_of_query, int64_t tokens,
-                                        int64_t heads, const int32_t *block_tables,
-                                        int64_t most_blocks, const int32_t *query_starts,
-                                        const int32_t *context_lengths, int64_t sequences,
-                                        float scale, void *out, float *statistics, int threads);
+                                        const int32_t *kv_of_query, int64_t tokens, int64_t heads,
+                                        const int32_t *block_tables, int64_t most_blocks,
+                                        const int32_t *query_starts, const int32_t *context_lengths,
+                                        int64_t sequences, float scale, void *out,
+                                        float *statistics, int threads);
 
 /* x [m, k] times W [n, k], both in one type of floats: out [m, n] in that type. */
 MEGABIT_API int megabit_dense_product(const struct isa *isa, const void *x, const void *weight,

@@ -92,8 +92,9 @@ def causal_attention(
     Returns:
         ``[B, S, heads, D]``.
     """
-    pages, *numbers = _in_pages(k, v, q.dtype, implementation)
-    y = paged_attention(q.flatten(0, 1), pages, kv_of_query, *numbers, implementation)
+    pages, tables, starts, lengths = _in_pages(k, v, q.dtype, implementation)
+    flat = q.flatten(0, 1)
+    y = paged_attention(flat, pages, kv_of_query, tables, starts, lengths, implementation)
     return y.view(q.shape)
 
 
@@ -122,12 +123,12 @@ class _TrainedAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pages, *numbers = _in_pages(k, v, q.dtype)
+        pages, tables, starts, lengths = _in_pages(k, v, q.dtype)
         heads = torch.arange(q.shape[2], dtype=torch.int32)
         statistics = q.new_empty(*q.shape[:3], 2, dtype=torch.float32)
-        y = native_attention.paged_attention(
-            native.require(), q.flatten(0, 1), pages, heads, *numbers, statistics=statistics
-        ).view(q.shape)
+        operands = q.flatten(0, 1), pages, heads, tables, starts, lengths
+        y = native_attention.paged_attention(native.require(), *operands, statistics=statistics)
+        y = y.view(q.shape)
         largest, total = statistics.unbind(-1)
         ctx.save_for_backward(q, k, v, y, largest + total.log())
         return y

@@ -29,10 +29,13 @@ from megabit.errors import RunError, UserError
 app = typer.Typer(
     name="megabit",
     help=(
-        "Train BitNet b1.58 (ternary) language models with tensor, pipeline and data parallelism."
+        "Train and serve BitNet b1.58 (ternary) language models with tensor, pipeline and data "
+        "parallelism."
         "\n\n"
         "All but schedule, report, ckpt, import, export, bench kernels and bench overlap take "
-        "SETTINGS: YAML files and key=value pairs, merged from left to right."
+        "SETTINGS: YAML files and key=value pairs, merged from left to right. Those of generate, "
+        "chat, serve and bench serve are parallel, engine and server; of the others, what "
+        "megabit config shows."
     ),
     no_args_is_help=True,
     add_completion=False,

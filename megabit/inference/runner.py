@@ -80,27 +80,25 @@ class StageRunner:
             likeliest = vocab_parallel_argmax(logits, rows, tp, self.num_ids).double()
             result[:, 0] = likeliest.masked_fill(likeliest < 0, NO_TOKEN)
             return
-        logits = self._whole(logits)
+        logits = self._whole(logits).float()
         if tp.rank:
             return
         tokens = [want.target for want in wanted]
         drawn = [i for i, want in enumerate(wanted) if want.target is None]
-        found = sample(logits[drawn], [_row(wanted[i]) for i in drawn], None, self.num_ids)
-        for i, one in zip(drawn, found, strict=True):
-            tokens[i] = one.token if one.error is None else None
+        found = sample(logits[drawn], [_row(wanted[i]) for i in drawn], self.num_ids)
+        for i, token in zip(drawn, found, strict=True):
+            tokens[i] = token
         result[:, 0] = torch.tensor([NO_TOKEN if t is None else t for t in tokens])
-        told = [i for i, want in enumerate(wanted) if want.logprobs is not None]
-        told = [i for i in told if tokens[i] is not None]
+        told = [
+            (i, token, want.logprobs)
+            for i, (token, want) in enumerate(zip(tokens, wanted, strict=True))
+            if token is not None and want.logprobs is not None
+        ]
         if told:
+            numbers, known, tops = zip(*told, strict=True)
             everything = BlockPartition(rows.size, rows.num_blocks).span(0, 1)
-            logprobs = log_probabilities(logits[told], everything, Axis.single("tp"))
-            zero = logprobs.new_zeros(len(told))
-            most = max(wanted[i].logprobs or 0 for i in told)
-            for i, of_token in zip(
-                told,
-                logprobs_of(logprobs, [tokens[i] or 0 for i in told], zero, most),
-                strict=True,
-            ):
+            logprobs = log_probabilities(logits[[*numbers]], everything, Axis.single("tp"))
+            for i, of_token in zip(numbers, logprobs_of(logprobs, known, max(tops)), strict=True):
                 values = [of_token.logprob, *(x for pair in of_token.top for x in pair)]
                 result[i, 1 : 1 + len(values)] = torch.tensor(values, dtype=result.dtype)
 

@@ -6,7 +6,6 @@ that sums over the vocabulary are exact and have no order. A draw is one number 
 min-p, top-k, top-p. Equal logits are ordered by id, so that "the k likeliest" are always k.
 """
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megabit.inference.messages import SamplingParams, TokenLogprobs
+from megabit.inference.noise import NOISE_BITS
 
-NOISE_BITS = 63
 _SUM_BITS = 62
 _TOP_P_FIRST = 1024
 """Top-p rarely needs more tokens than so many; to sort a whole vocabulary is slow."""
@@ -31,42 +30,23 @@ class RowSampling:
 
     sampling: SamplingParams
     noise: int = 0
-    """Uniform below ``2**NOISE_BITS``, as of ``noise_seed``; not used at temperature 0."""
+    """Uniform below ``2**NOISE_BITS``, as of ``noise.noise_seed``; not used at temperature 0."""
     prompt_tokens: Sequence[int] = ()
     """What a repetition penalty is for; may be left out where there is none."""
     answer_tokens: Sequence[int] = ()
     """What penalties are for, so far."""
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """The next token of a sequence."""
-
-    token: int
-    logprobs: TokenLogprobs | None = None
-    error: str | None = None
-    """Why there is none; ``token`` is then -1."""
-
-
-def noise_seed(seed: int, index: int, position: int) -> int:
-    """The noise of one draw: 63 bits that are uniform over requests, answers and positions."""
-    text = f"{seed}/{index}/{position}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
 def sample(
     logits: Tensor,
     rows: Sequence[RowSampling],
-    log_normalizer: Tensor | None = None,
     num_ids: int | None = None,
-) -> list[Drawn]:
-    """One token for each row.
+) -> list[int | None]:
+    """One token for each row; None where logits of it are not numbers.
 
     Args:
         logits: fp32 ``[m, V]``, of the whole vocabulary; not changed.
         rows: m of them.
-        log_normalizer: fp32 ``[m]``, the log of the sum of ``exp(logits)``; may be left out if no
-            row wants log probabilities.
         num_ids: ids from this one on are never drawn; default: all may be.
     """
     if not rows:
@@ -86,49 +66,23 @@ def sample(
             chosen[i] = token
     for i in set(drawn).difference(plain):
         chosen[i] = _draw_filtered(scores[i], largest[i], rows[i])
-    logprobs = _row_logprobs(raw, rows, chosen, log_normalizer, sound)
-    return [
-        Drawn(token, logprob) if ok else Drawn(-1, error="logits are not numbers")
-        for token, logprob, ok in zip(chosen, logprobs, sound, strict=True)
-    ]
+    return [token if ok else None for token, ok in zip(chosen, sound, strict=True)]
 
 
-def logprobs_of(
-    logits: Tensor, tokens: Sequence[int], log_normalizer: Tensor, top: int
-) -> list[TokenLogprobs]:
+def logprobs_of(logprobs: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Log probabilities of given tokens, and the ``top`` likeliest ones of each row.
 
     Args:
-        logits: fp32 ``[m, V]``; tokens: m ids below V; log_normalizer: fp32 ``[m]``.
+        logprobs: fp32 ``[m, V]``, of all tokens; tokens: m ids below V.
     """
-    columns = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(-1)
-    own = (logits.gather(-1, columns).squeeze(-1) - log_normalizer).tolist()
-    best = _likeliest(logits, min(top, logits.shape[-1])) if top else None
-    if best is None:
+    columns = torch.tensor(tokens, dtype=torch.int64, device=logprobs.device).unsqueeze(-1)
+    own: list[float] = logprobs.gather(-1, columns).squeeze(-1).tolist()
+    if not top:
         return [TokenLogprobs(t, p) for t, p in zip(tokens, own, strict=True)]
-    values = (logits.gather(-1, best) - log_normalizer.unsqueeze(-1)).tolist()
+    best = _likeliest(logprobs, min(top, logprobs.shape[-1]))
+    values = logprobs.gather(-1, best).tolist()
     pairs = (tuple(zip(i, v, strict=True)) for i, v in zip(best.tolist(), values, strict=True))
     return [TokenLogprobs(t, p, b) for t, p, b in zip(tokens, own, pairs, strict=True)]
-
-
-def _row_logprobs(
-    raw: Tensor,
-    rows: Sequence[RowSampling],
-    chosen: Sequence[int],
-    log_normalizer: Tensor | None,
-    sound: Sequence[bool],
-) -> list[TokenLogprobs | None]:
-    result: list[TokenLogprobs | None] = [None] * len(rows)
-    by_top: dict[int, list[int]] = {}
-    for i, row in enumerate(rows):
-        if row.sampling.logprobs is not None and sound[i]:
-            by_top.setdefault(row.sampling.logprobs, []).append(i)
-    for top, group in by_top.items():
-        assert log_normalizer is not None, "log probabilities need it"
-        found = logprobs_of(raw[group], [chosen[i] for i in group], log_normalizer[group], top)
-        for i, logprobs in zip(group, found, strict=True):
-            result[i] = logprobs
-    return result
 
 
 def _penalized(raw: Tensor, rows: Sequence[RowSampling]) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 from megabit.inference.block_pool import ROOT, BlockPool, Digest, chained
 from megabit.inference.messages import AddRequest, SamplingParams
+from megabit.inference.noise import noise_seed
 
 
 @dataclass(eq=False)
@@ -88,8 +89,6 @@ class Sequence:
 
     def row_sampling(self) -> dict[str, Any] | None:
         """Fields of ``sampling.RowSampling`` for its next token; None: the likeliest one."""
-        from megabit.inference.sampling import noise_seed
-
         s = self.sampling
         has_penalty = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
         if s.temperature == 0 and not has_penalty:

@@ -10,24 +10,17 @@ import torch
 from torch import Tensor
 
 from megabit.inference.messages import SamplingParams
-from megabit.inference.sampling import (
-    NOISE_BITS,
-    Drawn,
-    RowSampling,
-    logprobs_of,
-    noise_seed,
-    sample,
-)
+from megabit.inference.noise import NOISE_BITS, noise_seed
+from megabit.inference.sampling import RowSampling, logprobs_of, sample
 
 VOCAB = 1031
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 3},
     {"temperature": 0.0, "repetition_penalty": 1.7},
     {"temperature": 1.0},
-    {"temperature": 0.7, "logprobs": 0},
+    {"temperature": 0.7},
     {"temperature": 1.5, "top_k": 5},
-    {"temperature": 1.0, "top_p": 0.8, "logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.8},
     {"temperature": 1.0, "min_p": 0.2},
     {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 0.5},
     {"temperature": 1.1, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
@@ -46,7 +39,9 @@ def normal(rows: int, vocab: int = VOCAB, seed: int = 1) -> Tensor:
 
 
 def tokens(logits: Tensor, *rows: RowSampling, num_ids: int | None = None) -> list[int]:
-    return [drawn.token for drawn in sample(logits, rows, logits.logsumexp(-1), num_ids)]
+    found = sample(logits, rows, num_ids)
+    assert None not in found
+    return [token for token in found if token is not None]
 
 
 @pytest.fixture
@@ -63,13 +58,12 @@ def test_a_row_is_drawn_the_same_in_any_batch(vocab: int) -> None:
     logits = normal(20, vocab)
     logits[3] = logits[3].round()  # with equal logits
     rows = [row(noise_seed(7, 0, i), (i, 5), (8, 8, i), **KINDS[i % len(KINDS)]) for i in range(20)]
-    normalizer = logits.logsumexp(-1)
 
-    def draw(which: list[int]) -> list[Drawn]:
-        return sample(logits[which], [rows[i] for i in which], normalizer[which])
+    def draw(which: list[int]) -> list[int | None]:
+        return sample(logits[which], [rows[i] for i in which])
 
     alone = [draw([i])[0] for i in range(20)]
-    assert all(drawn.error is None for drawn in alone)
+    assert None not in alone
     shuffled = torch.randperm(20, generator=torch.Generator().manual_seed(2)).tolist()
     for which in (list(range(20)), shuffled, shuffled[:7], [3, 3, 4, 5]):
         assert draw(which) == [alone[i] for i in which]
@@ -200,46 +194,24 @@ def test_penalties_do_not_change_logits_or_other_rows() -> None:
     assert found[1] == int(logits[1].topk(2).indices[1])
 
 
-def test_logprobs_are_of_the_logits_as_they_were() -> None:
-    logits = normal(2)
-    settings = {"temperature": 3.0, "top_k": 2, "repetition_penalty": 2.0, "logprobs": 4}
-    drawn = sample(
-        logits,
-        [row(5, (1, 2), **settings), row(9, (3,), **settings)],
-        logits.logsumexp(-1),
-    )
-    exact = logits.double().log_softmax(-1)
-    for i, result in enumerate(drawn):
-        assert result.logprobs is not None
-        assert result.logprobs.token == result.token
-        # fp32 against fp64, of numbers below 20.
-        assert result.logprobs.logprob == pytest.approx(float(exact[i, result.token]), abs=1e-5)
-        assert [t for t, _ in result.logprobs.top] == exact[i].topk(4).indices.tolist()
-        assert [p for _, p in result.logprobs.top] == pytest.approx(
-            exact[i].topk(4).values.tolist(), abs=1e-5
-        )
-
-
 def test_equal_logprobs_are_in_the_order_of_ids() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, 1.0, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0]])
-    normalizer = logits.logsumexp(-1)
-    first, second = logprobs_of(logits, [0, 4], normalizer, 3)
-    assert [t for t, _ in first.top] == [2, 1, 3]
-    assert [t for t, _ in second.top] == [0, 1, 2]
-    assert first.logprob == float(logits[0, 0] - normalizer[0])
-    assert [len(p.top) for p in logprobs_of(logits, [0, 4], normalizer, 99)] == [5, 5]
-    assert logprobs_of(logits, [0, 4], normalizer, 0)[0].top == ()
+    logprobs = torch.tensor([[0.0, 1.0, 2.0, 1.0, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0]])
+    first, second = logprobs_of(logprobs, [0, 4], 3)
+    assert first.top == ((2, 2.0), (1, 1.0), (3, 1.0))
+    assert second.top == ((0, 5.0), (1, 4.0), (2, 3.0))
+    assert (first.token, first.logprob, second.logprob) == (0, 0.0, 1.0)
+    assert [len(p.top) for p in logprobs_of(logprobs, [0, 4], 99)] == [5, 5]
+    assert logprobs_of(logprobs, [0, 4], 0)[0].top == ()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_numbers_fail_their_row_only(bad: float) -> None:
     logits = normal(3)
     logits[1, 17] = bad
-    rows = [row(7, logprobs=1), row(7, logprobs=1, top_k=3), row(7, temperature=0.0)]
-    drawn = sample(logits, rows, logits.logsumexp(-1))
-    assert (drawn[1].token, drawn[1].logprobs) == (-1, None)
-    assert drawn[1].error == "logits are not numbers"
-    assert drawn[::2] == sample(logits[::2], rows[::2], logits[::2].logsumexp(-1))
+    rows = [row(7), row(7, top_k=3), row(7, temperature=0.0)]
+    drawn = sample(logits, rows)
+    assert drawn[1] is None
+    assert drawn[::2] == sample(logits[::2], rows[::2])
 
 
 def test_noise_differs_by_seed_answer_and_position() -> None:
