@@ -4,8 +4,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 TRAINING = ROOT / "docs" / "training.md"
+SERVING = ROOT / "docs" / "serving.md"
 DOCUMENTS = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -28,6 +31,9 @@ SMALL = {
     "train": "model.vocab_size=300 model.num_hidden_layers=2 train.steps=2 run.sample_tokens=2",
     "parity": "model.num_hidden_layers=2 train.global_batch_size=4 train.micro_batch_size=2",
     "bench kernels": "--shapes trainer --m 1 --implementations default",
+    "bench engine": "model.num_hidden_layers=1 model.hidden_size=64 model.vocab_size=300 "
+    "model.intermediate_size=96 --new-tokens 2 --requests 2",
+    "bench serve": "--requests 4 --prompt-tokens 8 --answer-tokens 4 engine.kv_cache_mb=8",
     "bench train": "model.vocab_size=300 model.num_hidden_layers=1 data.seq_length=16",
     "bench checkpoint": "model.vocab_size=300 model.num_hidden_layers=1 model.hidden_size=48",
     "bench pipeline": "model.vocab_size=300 model.num_hidden_layers=4 data.seq_length=16 --steps 1",
@@ -35,14 +41,19 @@ SMALL = {
     "ckpt show": "",
     "ckpt verify": "",
     "config": "",
+    "chat": "engine.kv_cache_mb=8",
     "eval": "",
     "report": "",
     "export gguf": "",
     "export hf": "",
     "export safetensors": "",
+    "generate": "engine.kv_cache_mb=8",
     "import hf": "",
     "schedule": "",
+    "serve": "engine.kv_cache_mb=8 server.port=0",
 }
+SERVERS = ("chat", "serve")
+"""Run until they are ended."""
 
 
 def code_blocks(document: Path, language: str) -> list[str]:
@@ -66,14 +77,32 @@ def run_command(line: str, folder: Path) -> None:
     command = [sys.executable, "-m", *shlex.split(line), *shlex.split(SMALL[command_of(line)])]
     paths = (str(ROOT), str(ROOT / "kernels"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    if command_of(line) in SERVERS:
+        check_server(command, folder, environment)
+        return
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
+def check_server(command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """It becomes ready, and ends when it is told to."""
+    with (folder / "server.log").open("w+") as log:
+        server = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        said = ""
+        while "Ready" not in said and server.poll() is None:
+            time.sleep(0.1)
+            said = (folder / "server.log").read_text()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0, said
+    assert "http://127.0.0.1:" in said
+
+
 def test_the_readme_shows_every_command() -> None:
-    shown = {command_of(line) for line in commands(README, CHECKPOINTS, TRAINING)}
+    shown = {command_of(line) for line in commands(README, CHECKPOINTS, TRAINING, SERVING)}
     assert shown == set(SMALL)
 
 
@@ -96,7 +125,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", commands(README, CHECKPOINTS, TRAINING))
+@pytest.mark.parametrize("line", commands(README, CHECKPOINTS, TRAINING, SERVING))
 def test_documented_command_runs(line: str, workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     shutil.copytree(workplace, folder, symlinks=True)
@@ -111,6 +140,14 @@ def test_readme_code_runs(document: str) -> None:
     assert blocks
     for block in blocks:
         exec(block, {})
+
+
+@pytest.mark.slow
+def test_serving_code_runs(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    (block,) = code_blocks(SERVING, "python")
+    exec(block, found := {})
+    assert len(found["answers"]) == 2
 
 
 @pytest.mark.parametrize("block", code_blocks(TRAINING, "yaml"))

@@ -13,3 +13,13 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
+
+ServingSettings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SETTINGS",
+        help="YAML files and key=value pairs, merged from left to right; 'megabit config "
+        "--serving' lists all keys.",
+        show_default=False,
+    ),
+]

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from megabit.cli.arguments import Settings
+from megabit.cli.arguments import ServingSettings, Settings
 from megabit.cli.evaluation_results import check_new
 from megabit.config import load_config
 from megabit.errors import UserError
@@ -193,7 +193,7 @@ def serve(
             show_default=False,
         ),
     ],
-    settings: Settings = None,
+    settings: ServingSettings = None,
     clients: Annotated[
         int | None,
         typer.Option(help="Closed loop: so many ask again when answered. Default: 8.", min=1),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megabit.cli.arguments import Settings
+from megabit.cli.arguments import ServingSettings
 
 
 def chat(
@@ -19,7 +19,7 @@ def chat(
             show_default=False,
         ),
     ],
-    settings: Settings = None,
+    settings: ServingSettings = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
     """Serve a page to chat with a model, on a free port of this machine; Ctrl-C ends it.

@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from megabit.cli.arguments import Settings
-from megabit.config import load_config, to_yaml
+from megabit.config import load_config, load_serving_config, to_yaml
+from megabit.errors import UserError
 
 
 def show_config(
@@ -13,6 +14,9 @@ def show_config(
     world_size: Annotated[
         int | None, typer.Option(help="Also check the layout against this many ranks.", min=1)
     ] = None,
+    serving: Annotated[
+        bool, typer.Option("--serving", help="Settings of serve, generate and chat instead.")
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Check only, print nothing.")
     ] = False,
@@ -21,6 +25,11 @@ def show_config(
 
     Example: megabit config examples/model/tiny.yaml parallel.tp=2 --world-size 4
     """
-    config = load_config(settings or [], world_size)
+    if serving and world_size is not None:
+        raise UserError("--world-size: is parallel.tp · parallel.pp with --serving; leave it out")
+    if serving:
+        text = to_yaml(load_serving_config(settings or []))
+    else:
+        text = to_yaml(load_config(settings or [], world_size))
     if not quiet:
-        print(to_yaml(config), end="")
+        print(text, end="")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabit.cli.arguments import Settings
+from megabit.cli.arguments import ServingSettings
 from megabit.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(help="Text to continue; - reads standard input.", show_default=False)
     ],
-    settings: Settings = None,
+    settings: ServingSettings = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)] = 128,
     temperature: Annotated[
         float, typer.Option(help="0: always the likeliest token.", min=0, max=100)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megabit.cli.arguments import Settings
+from megabit.cli.arguments import ServingSettings
 
 
 def serve(
@@ -20,7 +20,7 @@ def serve(
             show_default=False,
         ),
     ],
-    settings: Settings = None,
+    settings: ServingSettings = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Do not print a line for each request.")
     ] = False,

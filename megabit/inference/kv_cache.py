@@ -69,6 +69,16 @@ class CacheView:
     context_lengths: Tensor
     block_tables: Tensor
 
+    def keep(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keep ``k`` and ``v`` of the batch's tokens, and give all of their sequences'."""
+        pages = self.cache.pages[layer]
+        write_pages(pages, k, v, self.slots)
+        lengths = self.context_lengths.tolist()
+        return [
+            _of_sequence(pages, table, length, k.dtype)
+            for table, length in zip(self.block_tables, lengths, strict=True)
+        ]
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_of_query: Tensor) -> Tensor:
         """Keep ``k`` and ``v`` of the batch's tokens, and attend to all of their sequences."""
         pages = self.cache.pages[layer]
@@ -76,3 +86,16 @@ class CacheView:
         return paged_attention(
             q, pages, kv_of_query, self.block_tables, self.query_starts, self.context_lengths
         )
+
+
+def _of_sequence(
+    pages: KVPages, table: Tensor, length: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[length, KV heads, D]`` of the sequence with block table ``table``."""
+    table = table[: -(-length // pages.block_size)].long()
+    keys = pages.keys[table].permute(0, 3, 1, 2).to(dtype)
+    values = pages.values[table].transpose(1, 2).to(dtype)
+    if pages.key_scale is not None and pages.value_scale is not None:
+        keys = keys * pages.key_scale[table].mT.unsqueeze(-1).to(dtype)
+        values = values * pages.value_scale[table].mT.unsqueeze(-1).to(dtype)
+    return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]

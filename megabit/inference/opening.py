@@ -23,6 +23,7 @@ from megabit.interop.huggingface import HuggingFaceSource
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStages
 from megabit.model.decoder import layer_context
+from megabit.model.huggingface_linear import form_of
 from megabit.model.load import load_stages
 from megabit.pipeline.plan import StagePlan, plan_stages
 from megabit.tensor_parallel.lossy_sums import LossySums
@@ -74,6 +75,9 @@ def open_stages(
     check_bytes(source, mesh)
     context = layer_context(config, mesh)
     engine = serving.engine
+    if engine.arithmetic == "hf":
+        form = on_all_ranks(lambda: form_of(source), mesh)
+        context = dataclasses.replace(context, huggingface=form)
     if serving.parallel.row_reduce == "int8":
         lossy = LossySums(engine.int8_min_kib * 1024, engine.int8_max_crest)
         context = dataclasses.replace(context, row_reduce="int8", lossy_sums=lossy)

@@ -110,7 +110,10 @@ class _Routes:
         generation = Generation(self._service, f"{prefix}-{uuid.uuid4().hex}")
         try:
             response = await answer(request, generation)
-        except BaseException:
+        except ApiError as error:
+            generation.close(error)
+            raise
+        except BaseException:  # the client is gone, or the mistake is ours
             generation.close()
             raise
         if not isinstance(response, EventStream):

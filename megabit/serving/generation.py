@@ -69,6 +69,7 @@ class Generation:
         """By number of the prompt; there before the first piece of its answers."""
         self._ends: Counter[str] = Counter()
         self._is_closed = False
+        self._refused = ""
 
     @property
     def usage(self) -> dict[str, object]:
@@ -106,9 +107,6 @@ class Generation:
                 code="first_token_timeout",
                 retry_after=self._service.admission.retry_after(),
             ) from None
-        except ApiError:
-            self._count("error")
-            raise
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """All that is new, as it comes, until all answers are done.
@@ -133,11 +131,19 @@ class Generation:
             for piece in joined([piece for each in received for piece in self._take(each)]):
                 yield piece
 
-    def close(self) -> None:
-        """The end, whatever the reason; what is under way still is aborted."""
+    def close(self, error: ApiError | None = None) -> None:
+        """The end, whatever the reason; what is under way still is aborted.
+
+        Args:
+            error: what the client is told instead of an answer; None: it has its answer, or is
+                gone.
+        """
         if self._is_closed:
             return
         self._is_closed = True
+        if error is not None and not self._ends:
+            self._count("error")
+            self._refused = f"{error.status} {error.code or 'error'}"
         if not self._ends or not all(asked.is_done for asked in self._asked.values()):
             self._service.metrics.disconnects.inc()
             self._count("abort")
@@ -256,7 +262,7 @@ class Generation:
     def _count(self, reason: str) -> None:
         """Answers that have not ended yet end like this."""
         if not self._asked:
-            self._ends[reason] += 1
+            self._ends[reason] += 1  # for the log only
         for asked in self._asked.values():
             for answer in asked.answers:
                 if not answer.is_done:
@@ -276,5 +282,6 @@ class Generation:
             sum(a.answered for a in asked),
             first,
             (time.monotonic() - self._arrived) * 1e3,
-            ", ".join(f"{n} × {why}" if n > 1 else why for why, n in self._ends.items()),
+            self._refused
+            or ", ".join(f"{n} × {why}" if n > 1 else why for why, n in self._ends.items()),
         )

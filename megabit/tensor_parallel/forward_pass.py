@@ -85,6 +85,14 @@ class AttentionCache(Protocol):
     def positions(self) -> Tensor:
         """int64 ``[T]``: of the pass's tokens in their sequences."""
 
+    @property
+    def query_starts(self) -> Tensor:
+        """int ``[n + 1]``: where the tokens of n sequences begin, and where the last ends."""
+
+    def keep(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keep ``k`` and ``v``, as ``attend`` does, and give all that is kept of each sequence:
+        ``[context, KV heads, D]``, of the dtype of ``k``."""
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_of_query: Tensor) -> Tensor:
         """Keep ``k`` and ``v``, and attend to them and to what is kept of the same sequences.
 

@@ -164,9 +164,9 @@ def as_http(body: dict[str, Any]) -> bytes:
 
 def rest_of(stream: socket.socket) -> bytes:
     """A stream to its end."""
-    content = b""
+    content = bytearray()
     while part := stream.recv(1 << 16):
         content += part
         if content.endswith(b"0\r\n\r\n"):
             break
-    return content
+    return bytes(content)

@@ -103,6 +103,7 @@ def test_stop(echo: Server) -> None:
         assert answer["text"] == "the quick brown"
     by_id = echo.complete([70, 71, 72], stop_token_ids=[72]).json()["choices"][0]
     assert (by_id["finish_reason"], by_id["stop_reason"]) == ("stop", 72)
+    assert len(by_id["text"]) == 2
     end = echo.complete([70, 71, 0]).json()["choices"][0]
     assert (end["finish_reason"], end["stop_reason"]) == ("stop", None)
     assert len(end["text"]) == 2
@@ -278,6 +279,8 @@ def test_other_mistakes(echo: Server) -> None:
     told = error(echo.complete([65] * 500, max_tokens=13), 400)
     assert (told["code"], "500" in told["message"]) == ("context_length_exceeded", True)
     assert "512" in told["message"]
+    assert "400 context_length_exceeded" in echo.log.splitlines()[-1]
+    assert echo.metric("megabit_client_disconnects_total") == 0
 
 
 def test_bodies_that_are_too_large(echo: Server) -> None:
