@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from megabit.cli.arguments import ServingSettings
+from megabit.cli.serve import log_to_stderr
 
 
 def chat(
@@ -35,4 +36,5 @@ def chat(
         if open_page:
             typer.launch(url)
 
+    log_to_stderr(quiet=False)
     sys.exit(serve_model(ckpt, ["server.port=0", *(settings or [])], announce))

@@ -36,6 +36,16 @@ def serve(
     """
     from megabit.serving.start import serve_model
 
+    log_to_stderr(quiet)
+    sys.exit(serve_model(ckpt, settings or [], _announce))
+
+
+def _announce(name: str, url: str) -> None:
+    print(f"Serving {name} at {url} (loading the model)", flush=True)
+
+
+def log_to_stderr(quiet: bool) -> None:
+    """What the server has to say."""
     logging.basicConfig(
         level=logging.WARNING,
         format="%(asctime)s %(message)s",
@@ -43,8 +53,3 @@ def serve(
         stream=sys.stderr,
     )
     logging.getLogger("megabit.serving").setLevel(logging.WARNING if quiet else logging.INFO)
-    sys.exit(serve_model(ckpt, settings or [], _announce))
-
-
-def _announce(name: str, url: str) -> None:
-    print(f"Serving {name} at {url} (loading the model)", flush=True)

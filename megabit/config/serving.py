@@ -160,6 +160,16 @@ def serving_problems(config: ServingConfig) -> list[str]:
         "server.comm_factor": server.comm_factor,
     }
     problems += [f"{k}: must be more than 1, not {v}" for k, v in above_one.items() if not v > 1]
+    if server.request_timeout_s < server.first_token_timeout_s:
+        problems.append(
+            f"server.request_timeout_s: {server.request_timeout_s:g} is less than "
+            f"server.first_token_timeout_s={server.first_token_timeout_s:g}"
+        )
+    for key, text in (("server.host", server.host), ("server.api_key", server.api_key)):
+        if text == "":
+            problems.append(f"{key}: must not be empty; leave it out for the default")
+    if engine.arithmetic == "hf" and engine.kv_dtype != "auto":
+        problems.append("engine.kv_dtype: must be auto with engine.arithmetic=hf")
     if not 0 <= server.port < 65536:
         problems.append(f"server.port: must be 0 to 65535, not {server.port}")
     if engine.max_batched_tokens < engine.max_sequences:

@@ -92,7 +92,7 @@ class EngineCore:
     def handle(self, message: AddRequest | AbortRequest) -> list[Message]:
         """Take a request in, or forget one."""
         if isinstance(message, AbortRequest):
-            return self.scheduler.abort(message.id)
+            return self.scheduler.abort(message.id, message.index)
         self._next_seed += 1
         self.scheduler.add(message, self._next_seed)
         return []

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megabit.config import load_serving_config
 from megabit.errors import RunError, UserError
+from megabit.inference.fit import check_fit
 from megabit.inference.messages import (
     AbortRequest,
     AddRequest,
@@ -110,6 +111,7 @@ class Engine:
         """
         path = Path(checkpoint)
         config = load_serving_config(settings)
+        check_fit(path, config)
         text = ModelText(path)
         if config.parallel.tp * config.parallel.pp == 1:
             return Engine(_InProcess(path, settings), text)
@@ -202,7 +204,8 @@ class Engine:
                 continue
             stream = self._streams.get(message.id)
             if stream is not None and stream.take(message):
-                self._link.send(AbortRequest(message.id))
+                assert isinstance(message, Tokens)
+                self._link.send(AbortRequest(message.id, message.index))
 
     def _forget(self, stream: "_Stream") -> None:
         self._streams.pop(stream.request.id, None)
@@ -235,7 +238,7 @@ class _Stream:
         return all(answer.finish for answer in self.generation.answers)
 
     def take(self, message: Tokens | PromptLogprobs) -> bool:
-        """Take in what the engine says; whether all answers have ended before it knows."""
+        """Take in what the engine says; whether an answer has ended before it knows."""
         if isinstance(message, PromptLogprobs):
             self.generation.prompt_logprobs = [*message.logprobs]
             return False
@@ -251,7 +254,7 @@ class _Stream:
         if message.finish is not None:
             answer.text += text.finish()
         answer.finish = "stop" if text.stopped is not None else message.finish
-        return text.stopped is not None and message.finish is None and self.is_done
+        return text.stopped is not None and message.finish is None
 
 
 class _Link(Protocol):

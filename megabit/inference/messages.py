@@ -66,6 +66,8 @@ class AbortRequest:
     """Forget a request; answered with ``finish="abort"``, unless it is done already."""
 
     id: str
+    index: int | None = None
+    """Of the answer; None: all of them."""
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,8 @@ import torch
 from megabit.checkpoint import on_all_ranks, verified
 from megabit.checkpoint.model_source import CheckpointSource
 from megabit.checkpoint.source import ModelSource
-from megabit.config import (
-    Config,
-    DataConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ServingConfig,
-    TrainConfig,
-    find_problems,
-)
-from megabit.errors import UserError
+from megabit.config import ServingConfig
+from megabit.inference.fit import fitting_config
 from megabit.interop.huggingface import HuggingFaceSource
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStages
@@ -27,38 +19,6 @@ from megabit.model.huggingface_linear import form_of
 from megabit.model.load import load_stages
 from megabit.pipeline.plan import StagePlan, plan_stages
 from megabit.tensor_parallel.lossy_sums import LossySums
-
-
-def model_settings(source: ModelSource, serving: ServingConfig) -> Config:
-    """The model and its layout, as settings of a run that computes as the server does.
-
-    Raises:
-        UserError: the settings do not fit the model, with every problem found.
-    """
-    parallel, engine = serving.parallel, serving.engine
-    wanted = engine.max_model_len or source.max_length
-    if wanted > source.max_length:
-        raise UserError(
-            f"engine.max_model_len: {wanted} is more than the {source.max_length} positions that "
-            f"the model in {source.path} was made for"
-        )
-    config = Config(
-        model=source.model,
-        parallel=ParallelConfig(
-            tp=parallel.tp,
-            pp=parallel.pp,
-            layers_per_stage=parallel.layers_per_stage,
-            # Where a message is not rounded, it is sent in this way.
-            row_reduce="int32" if parallel.row_reduce == "int32" else "exact16",
-        ),
-        precision=PrecisionConfig(compute=_compute(source, serving)),
-        data=DataConfig(seq_length=wanted),
-        train=TrainConfig(micro_batch_size=1, global_batch_size=1),
-    )
-    problems = find_problems(config, parallel.tp * parallel.pp)
-    if problems:
-        raise UserError(*problems)
-    return config
 
 
 def open_stages(
@@ -70,7 +30,12 @@ def open_stages(
     Raises:
         UserError: it is not what was saved, or does not fit the settings.
     """
-    config = on_all_ranks(lambda: model_settings(source, serving), mesh)
+    config = on_all_ranks(
+        lambda: fitting_config(
+            source.path, source.model, source.max_length, serving, _compute(source, serving)
+        ),
+        mesh,
+    )
     plan = plan_stages(config, mesh.dp.size)
     check_bytes(source, mesh)
     context = layer_context(config, mesh)

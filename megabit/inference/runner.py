@@ -98,6 +98,7 @@ class StageRunner:
             numbers, known, tops = zip(*told, strict=True)
             everything = BlockPartition(rows.size, rows.num_blocks).span(0, 1)
             logprobs = log_probabilities(logits[[*numbers]], everything, Axis.single("tp"))
+            logprobs = logprobs[:, : self.num_ids]  # what is never drawn is never the likeliest
             for i, of_token in zip(numbers, logprobs_of(logprobs, known, max(tops)), strict=True):
                 values = [of_token.logprob, *(x for pair in of_token.top for x in pair)]
                 result[i, 1 : 1 + len(values)] = torch.tensor(values, dtype=result.dtype)

@@ -120,9 +120,10 @@ class Scheduler:
             self._waiting.append(sequence)
         self.counters.prompt_tokens += len(request.prompt)
 
-    def abort(self, request_id: str) -> list[Message]:
-        """Forget a request, whatever it is doing."""
-        found = [s for s in (*self._running, *self._waiting) if s.id == request_id]
+    def abort(self, request_id: str, index: int | None = None) -> list[Message]:
+        """Forget a request, or one answer to it, whatever it is doing."""
+        known = (*self._running, *self._waiting)
+        found = [s for s in known if s.id == request_id and index in (None, s.index)]
         for sequence in found:
             self._end(sequence)
         return [Tokens(s.id, s.index, (), finish="abort") for s in found]

@@ -51,6 +51,11 @@ class Dispatcher:
         elif self._connection is not None:
             self._connection.abort(job)
 
+    def abort_answer(self, job: Job, index: int) -> None:
+        """The same for one of several answers."""
+        if job.sent_at is not None and self._connection is not None:
+            self._connection.abort_answer(job, index)
+
     def attach(self, connection: EngineConnection) -> None:
         """An engine is ready."""
         self._connection = connection

@@ -154,6 +154,11 @@ class EngineConnection:
             job.is_aborted = True
             self.send(AbortRequest(job.request.id))
 
+    def abort_answer(self, job: Job, index: int) -> None:
+        """Nobody wants more of one answer; the others go on."""
+        if job.request.id in self.jobs and not job.is_aborted:
+            self.send(AbortRequest(job.request.id, index))
+
     def send(self, message: Message) -> None:
         if not self._writer.is_closing():
             self._writer.write(encode(message))

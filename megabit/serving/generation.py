@@ -239,9 +239,11 @@ class Generation:
         answer.is_done = True
         self._ends[reason] += 1
         self._service.metrics.ended(reason)
+        # Stop texts are not known to the engine.
         if not asked.is_done:
+            self._service.dispatcher.abort_answer(asked.job, asked.answers.index(answer))
             return
-        self._service.dispatcher.abort(asked.job)  # stop texts are not known to the engine
+        self._service.dispatcher.abort(asked.job)
         if asked.first_at is not None and asked.job.sent_at is not None:
             last = max(a.last_at or 0.0 for a in asked.answers)
             times = RequestTimes(self._arrived, asked.job.sent_at, asked.first_at, last)

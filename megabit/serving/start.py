@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megabit.config import load_serving_config
 from megabit.errors import UserError
+from megabit.inference.fit import check_fit
 from megabit.inference.model_text import ModelText
 from megabit.inference.ranks import RankProcesses
 
@@ -23,7 +24,6 @@ def serve_model(path: Path, settings: Sequence[str], announce: Callable[[str, st
         RunError: the engine could not be started, or has failed for good.
     """
     try:
-        from megabit.serving.fit import check_fit
         from megabit.serving.prompts import TextSide
         from megabit.serving.run import bind, serve, url_of
         from megabit.serving.service import Service

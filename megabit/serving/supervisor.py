@@ -115,7 +115,8 @@ class Supervisor:
         """Raises ApiError: 503, the engine is not ready, or silent for longer than it should be."""
         self.check_ready()
         age = self.heartbeat_age
-        if age > max(_LONGEST_SILENCE_S, self._config.engine.timeout_s / 4):
+        # Reports come between forward passes, and one may take a while.
+        if age > max(_LONGEST_SILENCE_S, self._config.engine.timeout_s):
             text = f"Nothing was heard of the engine for {age:.1f} s."
             raise ApiError(503, text, code="engine_silent", retry_after=2)
 
