@@ -24,16 +24,18 @@ def vocab_parallel_argmax(
     Returns:
         int64 ``[T]``, on every rank; −1 where a logit of the row is not a number.
     """
-    values = logits.to(numerics.stats_dtype(logits.dtype))
-    if num_ids is not None and num_ids < rows.stop:
-        values = values.clone()
-        values[:, max(0, num_ids - rows.start) :] = -torch.inf
-    own, _ = values.max(-1)  # NaN if there is one
+    limit = rows.width if num_ids is None else max(0, min(rows.width, num_ids - rows.start))
+    dtype = numerics.stats_dtype(logits.dtype)
+    if limit:
+        values = logits[:, :limit].to(dtype)
+        column = values.argmax(-1)  # the first of equals; of numbers and NaN, NaN
+        own = values.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    else:
+        column = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        own = torch.full_like(column, -torch.inf, dtype=dtype)
     is_nan = own.isnan()
     flagged = torch.stack([own.masked_fill(is_nan, -torch.inf), is_nan.to(own.dtype)])
     largest, any_nan = all_reduce(flagged, tp, "max", "statistics")
-    # max() promises no order among equals; argmax of a 0/1 mask is the first one.
-    column = (values == own.unsqueeze(-1)).to(torch.uint8).argmax(-1)
     candidate = torch.where(own == largest, column + rows.start, torch.iinfo(torch.int64).max)
     lowest = -all_reduce(-candidate, tp, "max", "statistics")
     return lowest.masked_fill(any_nan > 0, -1)
