@@ -25,16 +25,18 @@ COMMON_FLAGS = [
     "-fno-trapping-math",
 ]
 
+AVX512 = [
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mavx512vnni",
+    "-mprefer-vector-width=512",
+]
 ISA_FLAGS = {
     "x86_64": {
-        "avx512vnni": [
-            "-mavx512f",
-            "-mavx512bw",
-            "-mavx512dq",
-            "-mavx512vl",
-            "-mavx512vnni",
-            "-mprefer-vector-width=512",
-        ],
+        "avx512bf16": [*AVX512, "-mavx512bf16"],
+        "avx512vnni": AVX512,
         "avxvnni": ["-mavx2", "-mfma", "-mavxvnni"],
         "avx2": ["-mavx2", "-mfma"],
     },

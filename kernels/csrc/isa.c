@@ -17,7 +17,7 @@ struct candidate {
     bool (*is_usable)(void);
 };
 
-#if defined(WITH_AVX512VNNI)
+#if defined(WITH_AVX512VNNI) || defined(WITH_AVX512BF16)
 static bool has_avx512vnni(void)
 {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -26,8 +26,17 @@ static bool has_avx512vnni(void)
 }
 #endif
 
+/* By CPUID: older releases of Clang cannot ask for these by name. */
+#if defined(WITH_AVX512BF16)
+static bool has_avx512bf16(void)
+{
+    unsigned eax, ebx, ecx, edx;
+    return has_avx512vnni() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) &&
+           (eax >> 5 & 1) != 0;
+}
+#endif
+
 #if defined(WITH_AVXVNNI)
-/* By CPUID: older releases of Clang cannot ask for it by name. */
 static bool has_avxvnni(void)
 {
     unsigned eax, ebx, ecx, edx;
@@ -60,6 +69,9 @@ static bool always(void)
 }
 
 static const struct candidate CANDIDATES[] = {
+#if defined(WITH_AVX512BF16)
+    {&isa_avx512bf16, has_avx512bf16},
+#endif
 #if defined(WITH_AVX512VNNI)
     {&isa_avx512vnni, has_avx512vnni},
 #endif

@@ -142,8 +142,14 @@ struct isa {
     struct microkernels micro;
     struct elementwise elementwise;
     struct float_kernels floats;
+    /* out[r][i] = x[r] . w[i] for any number of rows of x [rows, k] and n of w [n, k], all in
+     * bfloat16, in an order and with a rounding of its own. NULL where products are no quicker in
+     * bfloat16 than in float32: floats.dot_tile then. */
+    void (*bfloat16_product)(const uint16_t *x, const uint16_t *w, int64_t rows, int64_t n,
+                             int64_t k, uint16_t *out, int64_t out_stride);
 };
 
-extern const struct isa isa_avx512vnni, isa_avxvnni, isa_avx2, isa_neondot, isa_portable;
+extern const struct isa isa_avx512bf16, isa_avx512vnni, isa_avxvnni, isa_avx2, isa_neondot,
+    isa_portable;
 
 #endif

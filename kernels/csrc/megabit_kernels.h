@@ -128,7 +128,9 @@ MEGABIT_API int megabit_paged_attention(const struct isa *isa, const void *q, in
                                         int64_t sequences, float scale, void *out,
                                         float *statistics, int threads);
 
-/* x [m, k] times W [n, k], both in one type of floats: out [m, n] in that type. */
+/* x [m, k] times W [n, k], both in one type of floats: out [m, n] in that type, each element summed
+ * in one order. Instruction sets with fused multiply-add agree, except on bfloat16, for which
+ * avx512bf16 has an order of its own. */
 MEGABIT_API int megabit_dense_product(const struct isa *isa, const void *x, const void *weight,
                                       void *out, int type, int64_t m, int64_t n, int64_t k,
                                       int threads);

@@ -117,7 +117,11 @@ def paged_attention(
 def dense_linear(
     library: NativeLibrary, x: Tensor, weight: Tensor, isa: str | None = None
 ) -> Tensor:
-    """``attention.dense_linear``: fp32 sums in 16 lanes, which are added in one order."""
+    """``attention.dense_linear``: fp32 sums in 16 lanes, which are added in one order.
+
+    In bf16, the instruction set ``avx512bf16`` has other lanes than the rest, and takes numbers
+    below 2^-126 for zero: bits are those of a machine.
+    """
     check_one_of("x.dtype", x.dtype, FLOATS)
     x, weight = matrix("x", x, x.dtype), matrix("weight", weight, x.dtype)
     (m, k), n = x.shape, weight.shape[0]

@@ -11,10 +11,17 @@ from torch import Tensor
 from megabit_kernels import dense_linear, native, native_attention, plain_attention
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [(1, 1, 1), (3, 5, 15), (7, 30, 16), (13, 49, 100), (50, 61, 515), (2, 25, 2049)]
-"""M, N, K around tiles of up to 6 × 4, tasks of 24 rows of a weight and words of 16."""
+SIZES = [
+    *[(1, 1, 1), (3, 5, 15), (7, 30, 16), (12, 97, 31), (5, 48, 64)],
+    *[(13, 49, 100), (50, 61, 515), (2, 25, 2049)],
+]
+"""M, N, K around tiles of up to 6 × 4, tasks of 24 or 48 rows of a weight, words of 16 or 32."""
 
-each_way = pytest.mark.parametrize("way", [*native.isas(), "torch"])
+WAYS = [*native.isas(), "torch"]
+MULTIPLIES_BFLOAT16 = "avx512bf16"
+"""The instruction set that multiplies bf16 as it is, and so has sums of its own."""
+
+each_way = pytest.mark.parametrize("way", WAYS)
 
 
 def product(way: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -54,7 +61,25 @@ def test_values(way: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
 
 
 @each_way
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+def test_sums_of_integers_are_exact(way: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(m + n + k)
+    x = torch.randint(-8, 9, (m, k), generator=generator)
+    weight = torch.randint(-8, 9, (n, k), generator=generator)
+    y = product(way)(x.to(dtype), weight.to(dtype))
+    assert torch.equal(y, (x @ weight.t()).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        (way, dtype)
+        for way in WAYS
+        for dtype in (torch.bfloat16, torch.float16)
+        if (way, dtype) != (MULTIPLIES_BFLOAT16, torch.bfloat16)
+    ],
+)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_narrow_numbers_are_computed_as_wide_ones(
     way: str, dtype: torch.dtype, m: int, n: int, k: int
@@ -81,8 +106,9 @@ def test_other_rows_and_columns_change_no_bit(
 
 
 @each_way
-def test_threads_change_no_bit(way: str) -> None:
-    x, weight = operands(20, 300, 700)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_threads_change_no_bit(way: str, dtype: torch.dtype) -> None:
+    x, weight = operands(20, 300, 700, dtype)
     y = product(way)(x, weight)
     torch.set_num_threads(2)
     assert torch.equal(product(way)(x, weight), y)
@@ -92,9 +118,18 @@ def test_threads_change_no_bit(way: str) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_instruction_sets_with_fused_multiply_add_agree(dtype: torch.dtype) -> None:
     x, weight = operands(13, 49, 515, dtype)
-    best, *others = [isa for isa in native.isas() if isa != "portable"]
+    other_bits = {"portable"} | ({MULTIPLIES_BFLOAT16} if dtype == torch.bfloat16 else set())
+    best, *others = [isa for isa in native.isas() if isa not in other_bits]
     for isa in others:
         assert torch.equal(product(isa)(x, weight), product(best)(x, weight)), isa
+
+
+@pytest.mark.skipif(MULTIPLIES_BFLOAT16 not in WAYS, reason="needs AVX512-BF16")
+def test_subnormal_numbers_are_zero_where_bfloat16_is_multiplied() -> None:
+    x = torch.full((7, 33), 2.0**-127, dtype=torch.bfloat16)
+    weight = torch.full((5, 33), 2.0**100, dtype=torch.bfloat16)
+    for a, b in ((x, weight), (weight, x)):
+        assert not product(MULTIPLIES_BFLOAT16)(a, b).any()
 
 
 @each_way
