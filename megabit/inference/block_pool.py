@@ -89,6 +89,11 @@ class BlockPool:
                 del self._free[block]
             self._users[block] += 1
 
+    def forget_prefixes(self) -> None:
+        """What blocks hold is not to be shared any more."""
+        self._block_of.clear()
+        self._digest_of.clear()
+
     def remember(self, block: int, digest: Digest) -> None:
         """That ``block`` is full, with that digest."""
         if self.has_prefix_cache and digest not in self._block_of:

@@ -11,6 +11,7 @@ Every rank computes all batches in the order in which they were put together. So
 decide together is told by a batch: when to report, and when to end.
 """
 
+import secrets
 from collections import deque
 from dataclasses import dataclass
 
@@ -80,7 +81,8 @@ class EngineCore:
         )
         self.scheduler = Scheduler(limits, pool)
         self._under_way: deque[Scheduled] = deque()
-        self._next_seed = 0
+        # Of requests that name none: no two engines draw the same.
+        self._next_seed = secrets.randbits(63)
 
     # On the rank that schedules:
 

@@ -13,14 +13,17 @@ and tokens become text again.
 """
 
 import itertools
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from megabit.config import load_serving_config
+from megabit.config import ServingConfig, load_serving_config
 from megabit.errors import RunError, UserError
 from megabit.inference.fit import check_fit
 from megabit.inference.messages import (
@@ -41,6 +44,7 @@ from megabit.inference.messages import (
 )
 from megabit.inference.model_text import ModelText
 from megabit.inference.ranks import RankProcesses
+from megabit.inference.sampling_problems import sampling_problems
 from megabit.inference.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -114,8 +118,8 @@ class Engine:
         check_fit(path, config)
         text = ModelText(path)
         if config.parallel.tp * config.parallel.pp == 1:
-            return Engine(_InProcess(path, settings), text)
-        return Engine(_Processes(RankProcesses.start(path, settings, log)), text)
+            return Engine(_InProcess(path, config), text)
+        return Engine(_Processes(RankProcesses.start(path, config, log)), text)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
@@ -183,6 +187,9 @@ class Engine:
 
     def _check(self, ids: list[int], sampling: SamplingParams) -> None:
         limit = self.ready.max_model_len
+        problems = sampling_problems(sampling)
+        if problems:
+            raise UserError(*problems)
         if not ids:
             raise UserError("prompt: has no tokens; give one at least")
         if len(ids) + min(1, sampling.max_tokens) > limit:
@@ -271,40 +278,53 @@ class _Link(Protocol):
 class _InProcess:
     """An engine of one rank."""
 
-    def __init__(self, checkpoint: Path, settings: Sequence[str]) -> None:
+    def __init__(self, checkpoint: Path, serving: ServingConfig) -> None:
         from megabit.inference.device import device_of_rank
         from megabit.inference.start import start_core
         from megabit.mesh import ParallelMesh
 
-        serving = load_serving_config(settings)
         mesh = ParallelMesh(device=device_of_rank(serving.engine.device, 0, 1))
         started = start_core(checkpoint, serving, mesh)
-        self._session: EngineSession = started.session()
+        self._session: EngineSession | None = started.session()
         self._told: list[Message] = [self._session.ready(started.description)]
         self._report_at = 0.0
 
     def send(self, message: AddRequest | AbortRequest) -> None:
-        self._told += self._session.handle(message)
+        self._told += self._open().handle(message)
 
     def receive(self) -> list[Message]:
+        session = self._open()
         told, self._told = self._told, []
-        if self._session.has_work:
-            told += self._session.step()
+        if session.has_work:
+            told += session.step()
         if time.monotonic() >= self._report_at:
-            told.append(self._session.stats())
+            told.append(session.stats())
             self._report_at = time.monotonic() + 1
         return told
 
     def close(self) -> None:
-        """Nothing runs between calls."""
+        """Nothing runs between calls; the model is let go of."""
+        self._session = None
+
+    def _open(self) -> "EngineSession":
+        if self._session is None:
+            raise RunError("the engine was closed")
+        return self._session
 
 
 class _Processes:
-    """An engine in rank processes of its own."""
+    """An engine in rank processes of its own.
+
+    A thread takes in what rank 0 says as it comes, whether anybody asks for it or not: it reports
+    once a second, and would not compute any more if nobody took that.
+    """
 
     def __init__(self, ranks: RankProcesses) -> None:
         self._ranks = ranks
-        self._lines = ranks.socket.makefile("rb")
+        self._told: deque[Message] = deque()
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def send(self, message: AddRequest | AbortRequest) -> None:
         try:
@@ -313,25 +333,37 @@ class _Processes:
             raise RunError(f"the engine has failed: {self._ranks.failure()}") from None
 
     def receive(self) -> list[Message]:
-        try:
-            line = self._lines.readline()
-        except OSError:
-            line = b""
-        if not line.endswith(b"\n"):
-            return [Failed(self._ranks.failure())]
-        message = decode(line)
-        if isinstance(message, Failed) and not message.is_input_error:
-            # Rank 0 knows that another one is gone, its parent why.
-            return [Failed(self._ranks.failure())]
-        return [message]
+        with self._changed:
+            while not self._told:
+                self._changed.wait()
+            told, self._told = [*self._told], deque()
+        for number, message in enumerate(told):
+            if isinstance(message, Failed) and not message.is_input_error:
+                # Rank 0 knows that another one is gone, its parent why.
+                told[number] = Failed(self._ranks.failure())
+        return told
 
     def close(self) -> None:
         try:
             self._ranks.socket.sendall(encode(Stop()))
         except OSError:
             self._ranks.kill()
-        self._lines.close()
         self._ranks.close()
+        self._reader.join()
+
+    def _read(self) -> None:
+        lines = self._ranks.socket.makefile("rb")
+        with suppress(OSError, ValueError):  # closed meanwhile
+            while (line := lines.readline()).endswith(b"\n"):
+                self._tell(decode(line))
+        self._tell(Failed("the engine has ended"))
+
+    def _tell(self, message: Message) -> None:
+        with self._changed:
+            if self._told and isinstance(message, Stats) and isinstance(self._told[-1], Stats):
+                self._told.pop()  # nobody wants the older one
+            self._told.append(message)
+            self._changed.notify_all()
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

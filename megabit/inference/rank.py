@@ -59,13 +59,12 @@ def main() -> None:
 def _run(job: RankJob, connection: socket | None) -> None:
     import torch
 
-    from megabit.config import load_serving_config
     from megabit.inference.device import device_of_rank
     from megabit.inference.start import start_core
     from megabit.mesh import TIMEOUT, ParallelMesh, process_group
     from megabit_kernels.allocator import keep_freed_memory
 
-    serving = load_serving_config(job.settings)
+    serving = job.serving
     torch.set_num_threads(job.threads)
     keep_freed_memory()
     device = device_of_rank(serving.engine.device, job.rank, job.world_size)

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import socket, socketpair
+from typing import Any
 
-from megabit.config import load_serving_config
+from megabit.config import EngineConfig, ServingConfig, ServingParallelConfig
 
 ENDING_S = 5.0
 """How long ranks may take to end by themselves."""
@@ -31,7 +32,9 @@ class RankJob:
     """What a rank process is told, as JSON on its command line."""
 
     checkpoint: str
-    settings: list[str]
+    parallel: dict[str, Any]
+    engine: dict[str, Any]
+    """Fields of ``ServingConfig``; ranks need no others, such as a key that clients must have."""
     rank: int
     world_size: int
     threads: int
@@ -41,6 +44,10 @@ class RankJob:
     """File descriptor: at its end, the rank is to end."""
     socket: int | None
     """File descriptor of rank 0's end."""
+
+    @property
+    def serving(self) -> ServingConfig:
+        return ServingConfig(ServingParallelConfig(**self.parallel), EngineConfig(**self.engine))
 
     @property
     def rendezvous(self) -> Path:
@@ -71,21 +78,14 @@ class RankProcesses:
         self._folder = folder
 
     @staticmethod
-    def start(
-        checkpoint: Path, settings: Sequence[str] = (), log: Path | None = None
-    ) -> "RankProcesses":
+    def start(checkpoint: Path, serving: ServingConfig, log: Path | None = None) -> "RankProcesses":
         """Start ``tp · pp`` ranks. They have loaded the model when ``Ready`` comes.
 
         Args:
-            settings: as for ``load_serving_config``.
             log: file for what ranks print; default: where this process prints errors.
-
-        Raises:
-            UserError: settings are wrong.
         """
-        config = load_serving_config(settings)
-        world_size = config.parallel.tp * config.parallel.pp
-        threads = config.engine.threads or max(1, _cores() // world_size)
+        world_size = serving.parallel.tp * serving.parallel.pp
+        threads = serving.engine.threads or max(1, _cores() // world_size)
         folder = Path(tempfile.mkdtemp(prefix="megabit-engine-"))
         own, theirs = socketpair()
         ending, lifeline = os.pipe()
@@ -96,7 +96,8 @@ class RankProcesses:
                 fds = [ending] + [theirs.fileno()] * (rank == 0)
                 job = RankJob(
                     str(checkpoint),
-                    list(settings),
+                    asdict(serving.parallel),
+                    asdict(serving.engine),
                     rank,
                     world_size,
                     threads,

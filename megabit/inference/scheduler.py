@@ -81,6 +81,7 @@ class Scheduler:
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self._number = 0
         self._batch_tokens: list[int] = []
+        self._was_exact = False
 
     @property
     def num_running(self) -> int:
@@ -128,11 +129,29 @@ class Scheduler:
             self._end(sequence)
         return [Tokens(s.id, s.index, (), finish="abort") for s in found]
 
+    def stop_rounding(self) -> None:
+        """From now on sums over TP are exact; what was computed with others is computed again."""
+        self.may_round = False
+        self.pool.forget_prefixes()
+        for sequence in reversed(self._running):
+            self._preempt(sequence)
+
     def schedule(self) -> Scheduled | None:
         """The next batch, if there is something that can be computed now."""
+        # In turns, where there are both, so that neither kind waits for the other.
+        first = not self._was_exact
+        for is_exact in (first, not first):
+            chosen = self._choose(is_exact)
+            if chosen:
+                self._was_exact = is_exact
+                return self._batch(chosen)
+        return None
+
+    def _choose(self, is_exact: bool) -> list[tuple[Sequence, int]]:
+        """Sequences of a batch that may be rounded, or may not, and how many tokens of each."""
         chosen: list[tuple[Sequence, int]] = []
         left = self.limits.max_tokens
-        for sequence, tokens in self._of_running():
+        for sequence, tokens in self._of_running(is_exact):
             if not left:
                 break
             tokens = min(tokens, left)
@@ -140,10 +159,8 @@ class Scheduler:
                 chosen.append((sequence, tokens))
                 left -= tokens
         if left:
-            self._let_in(chosen, left)
-        if not chosen:
-            return None
-        return self._batch(chosen)
+            self._let_in(chosen, left, is_exact)
+        return chosen
 
     def update(self, scheduled: Scheduled, result: npt.NDArray[np.float64]) -> list[Message]:
         """What a batch brought, as messages.
@@ -176,19 +193,17 @@ class Scheduler:
                 messages.append(self._answered(sequence, int(token), logprobs))
         return messages
 
-    def _of_running(self) -> Iterator[tuple[Sequence, int]]:
+    def _of_running(self, is_exact: bool) -> Iterator[tuple[Sequence, int]]:
         """Running sequences with something to compute, single tokens first, and how much."""
-        ready = [s for s in self._running if s.num_new > 0]
+        own = [s for s in self._running if s.request.is_exact == is_exact]
+        ready = [s for s in own if s.num_new > 0]
         # Others are for the batches of the other stages, so that all of them have some.
-        share = -(-len(self._running) // self.limits.stages)
+        share = -(-len(own) // self.limits.stages)
         singles = [s for s in ready if s.num_new == 1 and s.num_answered > 0]
-        exact = ready[0].request.is_exact if ready else False
         for sequence in singles[:share]:
-            if sequence.request.is_exact == exact:
-                yield sequence, 1
+            yield sequence, 1
         for sequence in ready:
-            is_prompt = sequence.num_answered == 0 or sequence.num_new > 1
-            if is_prompt and sequence.request.is_exact == exact:
+            if sequence.num_answered == 0 or sequence.num_new > 1:
                 yield sequence, sequence.num_new
 
     def _make_room(
@@ -213,15 +228,14 @@ class Scheduler:
         self._waiting.appendleft(sequence)
         self.counters.preemptions += 1
 
-    def _let_in(self, chosen: list[tuple[Sequence, int]], left: int) -> None:
-        """Start sequences that wait, in their order, while there is room."""
+    def _let_in(self, chosen: list[tuple[Sequence, int]], left: int, is_exact: bool) -> None:
+        """Start sequences that wait, in their order, while there is room: for their own tokens, and
+        for a block more of each that runs, which would have to give way else."""
         held_back: list[Sequence] = []
         while self._waiting and left and len(self._running) < self.limits.max_sequences:
             sequence = self._waiting[0]
-            exact = sequence.request.is_exact
-            if chosen and chosen[0][0].request.is_exact != exact:
-                break
-            if sequence.in_flight:  # its next token is under way
+            if sequence.request.is_exact != is_exact or sequence.in_flight:
+                # Of the other kind, or its next token is under way.
                 held_back.append(self._waiting.popleft())
                 continue
             leader = sequence.leader
@@ -232,7 +246,8 @@ class Scheduler:
             computed = len(shared) * self.pool.block_size
             tokens = min(len(sequence.tokens) - computed, left)
             missing = self.pool.blocks_for(computed + tokens) - len(shared)
-            if missing > self.pool.num_free - self.pool.num_free_among(shared):
+            free = self.pool.num_free - self.pool.num_free_among(shared)
+            if missing > free - len(self._running):
                 break
             self._waiting.popleft()
             self.pool.share(shared)

@@ -125,7 +125,8 @@ class EngineSession:
 
     def _judge(self, guard: AccuracyGuard) -> None:
         """After one of the guard's turns."""
-        self._core.scheduler.may_round = guard.verdict is not False
+        if guard.verdict is False and self._core.scheduler.may_round:
+            self._core.scheduler.stop_rounding()
         lossy = self._core.runner.stages.context.lossy_sums
         if guard.loss is not None and lossy is not None and not lossy.rounded:
             print(

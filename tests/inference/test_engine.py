@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,52 @@ def test_what_is_left_early_leaves_no_block(engine: Engine) -> None:
 def test_wrong_prompts_are_refused(engine: Engine, prompt: list[int], wrong: str) -> None:
     with pytest.raises(UserError, match=wrong):
         engine.generate([prompt], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "wrong"),
+    [
+        (SamplingParams(min_p=2), r"min_p: must be 0 to 1, not 2"),
+        (SamplingParams(max_tokens=-3), r"max_tokens: must be 0 or more, not -3"),
+        (SamplingParams(temperature=float("nan")), r"temperature: must be 0 to 100, not nan"),
+        (SamplingParams(top_p=0), r"top_p: must be more than 0 and at most 1, not 0"),
+        (SamplingParams(n=0), r"n: must be 1 to 64, not 0"),
+        (SamplingParams(repetition_penalty=0), r"repetition_penalty: must be 0\.01 to 100, not 0"),
+        (SamplingParams(stop=("",)), r"stop: must be a tuple of texts"),
+        (SamplingParams(stop="abc"), r"stop: must be a tuple of texts"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_sampling_is_refused(engine: Engine, sampling: SamplingParams, wrong: str) -> None:
+    with pytest.raises(UserError, match=wrong):
+        engine.generate("the king", sampling)
+
+
+def test_without_a_seed_no_two_engines_draw_the_same(engine: Engine, model: Path) -> None:
+    sampling = SamplingParams(max_tokens=20)
+    with Engine.open(model, ["engine.kv_cache_mb=8"]) as other:
+        drawn = [e.generate(TEXTS[0], sampling)[0].answers[0].tokens for e in (engine, other)]
+    assert drawn[0] != drawn[1]
+
+
+def test_only_tokens_of_the_tokenizer_are_drawn_and_told(engine: Engine) -> None:
+    """The model has 320 rows, its tokenizer 300 tokens or fewer."""
+    assert engine.text.num_ids < engine.text.vocab_size
+    sampling = SamplingParams(max_tokens=60, temperature=100, seed=3, logprobs=20, ignore_eos=True)
+    answer = engine.generate(TEXTS[0], sampling)[0].answers[0]
+    told = [token for row in answer.logprobs for token, _ in row.top]
+    assert max(answer.tokens + told) < engine.text.num_ids
+
+
+def test_a_long_pause_and_many_long_answers_do_no_harm(model: Path) -> None:
+    """Whoever has the engine need not listen all the time; nobody waits for the other to read."""
+    settings = ["parallel.tp=2", "engine.kv_cache_mb=8", "engine.timeout_s=8"]
+    with Engine.open(model, settings, model.parent / "ranks.log") as engine:
+        prompts = [[i % 300] * 120 for i in range(200)]
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=20)
+        for prompt in prompts:  # more than a socket holds, both ways
+            engine._start(prompt, asked)
+        time.sleep(10)
+        assert len(engine.generate(prompts[:3], asked)) == 3
 
 
 def test_wrong_settings_are_told_in_a_line(model: Path) -> None:

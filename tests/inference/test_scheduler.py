@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from megabit.inference.batch import Batch
 from megabit.inference.block_pool import BlockPool
 from megabit.inference.messages import AddRequest, Message, PromptLogprobs, SamplingParams, Tokens
+from megabit.inference.noise import noise_seed
+from megabit.inference.runner import _row
 from megabit.inference.scheduler import Limits, Scheduled, Scheduler
 
 SIZE = 4
@@ -138,6 +140,9 @@ def test_any_mixture_is_answered_as_if_alone_and_leaves_no_block(
         got = engine.tokens(str(number))
         if number in aborted:
             assert got == whole[: len(got)]
+            # It may have ended before.
+            assert engine.finish(str(number)) in (["abort"], ["length"])
+            assert (engine.finish(str(number)) == ["length"]) == (len(got) == count)
         else:
             assert got == whole
             assert engine.finish(str(number)) == ["length"]
@@ -274,6 +279,99 @@ def test_what_is_no_number_ends_the_sequence_with_an_error_and_no_other() -> Non
     assert engine.finish("bad") == ["error"]
     assert engine.tokens("good") == expected((1, 3), 5)
     assert engine.scheduler.pool.num_used == 0
+
+
+def test_what_is_aborted_is_not_computed_any_more() -> None:
+    engine = Engine()
+    engine.scheduler.add(request("a", (1, 2), max_tokens=50, n=2), 1)
+    engine.scheduler.add(request("b", (1, 2), max_tokens=50), 1)
+    assert engine.scheduler.waiting_tokens == 6
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.waiting_tokens == 0
+    ended = engine.scheduler.abort("a", 1)
+    assert [(m.id, m.index, m.finish) for m in ended if isinstance(m, Tokens)] == [
+        ("a", 1, "abort")
+    ]
+    scheduled = engine.step()
+    assert scheduled is not None
+    assert [(s.id, s.index) for s in scheduled.sequences] == [("a", 0), ("b", 0)]
+    assert len(engine.scheduler.abort("a")) == 1
+    assert engine.scheduler.abort("a") == []
+    assert engine.scheduler.num_running == 1
+
+
+def test_a_sequence_whose_token_is_under_way_is_not_let_in_again() -> None:
+    engine = Engine(blocks=16, stages=2, max_tokens=64)
+    for name in "ab":
+        engine.scheduler.add(request(name, tuple(range(20)), max_tokens=8), 1)
+    first = engine.scheduler.schedule()
+    assert first is not None
+    assert {s.id for s in first.sequences} == {"a", "b"}
+    engine.under_way.append((first, engine.machine.compute(first.batch)))
+    engine.scheduler.stop_rounding()  # all give up their blocks
+    assert engine.scheduler.schedule() is None
+    engine.run()
+    assert engine.tokens("a") == engine.tokens("b") == expected(tuple(range(20)), 8)
+
+
+def test_settings_of_a_draw_reach_the_row_that_is_drawn() -> None:
+    engine = Engine()
+    own = {"top_k": 5, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5}
+    engine.scheduler.add(
+        request("a", (1, 2), temperature=0.3, presence_penalty=0.5, frequency_penalty=0.2, **own), 7
+    )
+    scheduled = engine.scheduler.schedule()
+    assert scheduled is not None
+    (wanted,) = scheduled.batch.wanted
+    assert wanted.sampling is not None
+    drawn = _row(wanted)
+    s = drawn.sampling
+    assert (s.temperature, s.presence_penalty, s.frequency_penalty) == (0.3, 0.5, 0.2)
+    assert {key: getattr(s, key) for key in own} == own
+    assert (list(drawn.prompt_tokens), list(drawn.answer_tokens)) == ([1, 2], [])
+    assert drawn.noise == noise_seed(7, 0, 2)
+
+
+def test_rounding_that_stops_leaves_nothing_rounded() -> None:
+    engine = Engine()
+    prompt = tuple(range(20))
+    engine.scheduler.add(request("before", prompt, max_tokens=20), 1)
+    for _ in range(5):
+        engine.step()
+    engine.scheduler.stop_rounding()
+    engine.scheduler.add(request("after", prompt, max_tokens=4), 1)
+    scheduled = engine.step()
+    assert scheduled is not None
+    assert not scheduled.batch.is_lossy
+    # All of it again, and nothing shared with what was there before.
+    assert scheduled.batch.positions[0] == 0
+    engine.run()
+    assert engine.tokens("before") == expected(prompt, 20)
+
+
+def test_who_is_let_in_leaves_a_block_to_each_that_runs() -> None:
+    engine = Engine(blocks=16, max_tokens=64)
+    for name in "abc":
+        engine.scheduler.add(request(name, tuple(range(24)), max_tokens=8), 1)
+    engine.step()
+    # Six blocks each: a third one would fit, and one of the others give way a token later.
+    assert engine.scheduler.num_running == 2
+    engine.run()
+    assert engine.scheduler.counters.preemptions == 0
+
+
+def test_neither_kind_waits_for_the_other() -> None:
+    engine = Engine(max_sequences=8)
+    engine.scheduler.add(request("long", (1, 2, 3), max_tokens=40), 1)
+    engine.step()
+    exact = AddRequest("exact", (4, 5), SamplingParams(max_tokens=2), is_exact=True)
+    engine.scheduler.add(exact, 1)
+    engine.scheduler.add(request("late", (6, 7), max_tokens=2), 1)
+    for _ in range(8):
+        engine.step()
+    assert engine.finish("exact") == engine.finish("late") == ["length"]
+    assert engine.finish("long") == []
 
 
 def test_exact_requests_are_apart_and_share_nothing() -> None:
