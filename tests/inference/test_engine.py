@@ -78,6 +78,14 @@ def test_what_is_left_early_leaves_no_block(engine: Engine) -> None:
     while engine.stats is before or engine.stats.blocks_used:
         engine._take_in()  # reports come once a second
     assert engine.stats.running == engine.stats.waiting == 0
+    tp, pp = engine.ready.tp, engine.ready.pp
+    assert len(engine.stats.rank_memory) == tp * pp
+    assert len(set(engine.stats.stage_seconds)) == pp
+    assert min(engine.stats.stage_seconds) > 0
+    assert set(engine.stats.comm_calls) == set(engine.stats.comm_seconds)
+    assert all(seconds > 0 for seconds in engine.stats.comm_seconds.values())
+    assert ("tp" in engine.stats.comm_seconds) == (tp > 1)
+    assert ("pp" in engine.stats.comm_seconds) == (pp > 1)
 
 
 @pytest.mark.parametrize(
