@@ -21,6 +21,7 @@ from megabit.serving.chat import ChatWriter
 from megabit.serving.completions import CompletionWriter
 from megabit.serving.event_stream import EventStream
 from megabit.serving.generation import Generation, Wanted
+from megabit.serving.host_check import HostCheck
 from megabit.serving.openai_types import ChatRequest, CompletionRequest, parse
 from megabit.serving.requests import ClientGone, read_body, unless_gone
 from megabit.serving.service import Service
@@ -54,6 +55,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(HTTPException, _unknown_route)
     app.add_exception_handler(Exception, _failed)
+    app.add_middleware(HostCheck, host=service.config.server.host)
     app.add_middleware(_Counted, service=service)
     return app
 

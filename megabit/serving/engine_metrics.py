@@ -83,7 +83,7 @@ class EngineMetrics:
         stats = supervisor.stats or Stats()
         yield from self._gauges(stats)
         if supervisor.ready is not None:
-            yield self._cache_config(supervisor.ready)
+            yield self._cache_config(supervisor.ready, stats)
 
     def _gauges(self, stats: Stats) -> Iterator[Metric]:
         waiting = stats.waiting + (0 if self.waiting is None else self.waiting.requests)
@@ -107,7 +107,7 @@ class EngineMetrics:
         text = "Of the held-out text of the accuracy guard"
         yield _gauge("accuracy_loss", text, "sums", known)
 
-    def _cache_config(self, ready: Ready) -> Metric:
+    def _cache_config(self, ready: Ready, stats: Stats) -> Metric:
         labels = {
             "model_name": self._model,
             "block_size": str(ready.block_size),
@@ -115,6 +115,8 @@ class EngineMetrics:
             "tp": str(ready.tp),
             "pp": str(ready.pp),
             "max_model_len": str(ready.max_model_len),
+            "layers_per_stage": _joined(ready.layers_per_stage),
+            "proposed_layers_per_stage": _joined(stats.proposed_layers or ()),
         }
         family = GaugeMetricFamily(
             "megabit_cache_config_info", "How the engine is laid out", labels=list(labels)
@@ -142,6 +144,10 @@ def _table() -> defaultdict[str, defaultdict[str, float]]:
 
 def _by_rank(values: Iterable[float]) -> dict[str, float]:
     return {str(rank): value for rank, value in enumerate(values)}
+
+
+def _joined(layers: Iterable[int]) -> str:
+    return ",".join(map(str, layers))
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -62,7 +62,9 @@ class EventStream(Response):
 
     async def _send(self, send: Send, data: bytes) -> None:
         message = {"type": "http.response.body", "body": data, "more_body": True}
-        await asyncio.wait_for(send(message), _WRITE_TIMEOUT_S)
+        # Not wait_for: that of Python 3.11 swallows a cancellation once ``send`` has returned.
+        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            await send(message)
 
 
 def event(value: dict[str, Any]) -> bytes:

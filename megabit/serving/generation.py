@@ -160,6 +160,7 @@ class Generation:
         count = len(wanted.prompts) or 1
         place = service.admission.enter(count, chars, tokens, service.dispatcher.free)
         try:
+            service.check_fewest(*service.text.fewest_tokens(wanted.prompts, wanted.messages))
             if wanted.messages is None:
                 self.prompts = await service.text.prompts(wanted.prompts)
             else:

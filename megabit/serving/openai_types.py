@@ -5,6 +5,7 @@ knows: silence would look like an effect. Types are strict, numbers are finite.
 """
 
 import difflib
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -25,6 +26,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _SMALLEST_TEMPERATURE = 1e-4
+_SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value) should ")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -67,7 +69,7 @@ class SamplingFields(BaseModel):
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -221,10 +223,16 @@ def _explained(kind: type[SamplingFields], error: ValidationError) -> ApiError:
         hint = f" Did you mean {near[0]}?" if near else ""
         text = f"{path} is not a field of this request.{hint}"
         return ApiError(400, text, param=path, code="unknown_parameter")
-    text = first["msg"].removeprefix("Value error, ").removeprefix("Input should ")
-    text = text.replace("be a valid", "must be a") if text.startswith("be a valid") else text
-    code = "missing" if first["type"] == "missing" else "invalid_value"
-    return ApiError(400, f"{path}: {text}.", param=path, code=code)
+    if first["type"] == "missing":
+        return ApiError(400, f"{path}: is missing.", param=path, code="missing")
+    return ApiError(400, f"{path}: {_grammar(first['msg'])}.", param=path, code="invalid_value")
+
+
+def _grammar(told: str) -> str:
+    """What pydantic says of a value, as the rest of a sentence that begins with its name."""
+    text = _SUBJECT.sub("must ", told.removeprefix("Value error, "))
+    text = text.replace("must be a valid", "must be a").replace(" after validation", "")
+    return text.replace("must be a integer", "must be an integer")
 
 
 def _is_branch(part: str | int) -> bool:

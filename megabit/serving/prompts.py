@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from megabit.errors import UserError
 from megabit.inference.model_text import ModelText
 from megabit.inference.text_stream import TextStream, TokenText
 from megabit.serving.api_error import ApiError
+from megabit.serving.token_bound import TokenBound
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -26,12 +28,16 @@ class Prompt:
 class TextSide:
     """Everything that knows text; the engine knows token ids only.
 
-    Long texts are tokenized, and chats rendered, in threads: others are answered meanwhile.
+    Long texts are tokenized, and chats rendered, in threads: others are answered meanwhile. Few of
+    them, as a tokenizer lets nothing else of its process run; that ``fewest_tokens`` is asked first
+    keeps that short.
     """
 
     def __init__(self, model: ModelText) -> None:
         self._model = model
-        self._rendering = asyncio.Lock()
+        self._bound = TokenBound.of(model.tokenizer)
+        self._tokenizing = ThreadPoolExecutor(2, "tokenize")
+        self._rendering = ThreadPoolExecutor(1, "render")  # a template renders one chat at a time
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -42,16 +48,27 @@ class TextSide:
         """Each with at least one token. Raises ApiError: 400, an id is no token of the model."""
         if sum(map(len, prompts)) < _LITTLE:
             return self._all(prompts)
-        return await asyncio.to_thread(self._all, prompts)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, self._all, prompts)
+
+    def fewest_tokens(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], messages: Messages | None
+    ) -> tuple[int, str]:
+        """That the longest prompt, or else a dialogue, has at least, without tokenizing it; and
+        the name of the field that it is."""
+        if messages is not None:
+            # Templates may strip what is around a message.
+            return sum(self._bound.fewest(m["content"].strip()) for m in messages), "messages"
+        fewest = (self._bound.fewest(p) if isinstance(p, str) else len(p) for p in prompts)
+        return max(fewest, default=0), "prompt"
 
     async def chat(self, messages: Messages) -> Prompt:
         """A dialogue as the model has learned to read it. Raises ApiError: 400, not this one."""
-        async with self._rendering:  # a template renders one chat at a time
-            try:
-                ids = await asyncio.to_thread(self._model.encode_chat, messages)
-            except UserError as error:
-                text = str(error)
-                raise ApiError(400, text, param="messages", code="chat_template") from None
+        loop = asyncio.get_running_loop()
+        try:
+            ids = await loop.run_in_executor(self._rendering, self._model.encode_chat, messages)
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template") from None
         return Prompt(tuple(ids), "")
 
     def token(self, token_id: int) -> TokenText:

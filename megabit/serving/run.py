@@ -12,6 +12,7 @@ import uvicorn
 
 from megabit.errors import RunError, UserError
 from megabit.serving.app import create_app
+from megabit.serving.http_protocol import bounded_protocol, most_connections
 from megabit.serving.service import Service
 from megabit.serving.supervisor import EngineState
 
@@ -84,7 +85,7 @@ class _Process:
         self._server = _Server(
             uvicorn.Config(
                 create_app(service),
-                http="h11",
+                http=bounded_protocol(most_connections()),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,12 +41,12 @@ class Service:
         config: ServingConfig,
         model_name: str,
         text: TextSide,
-        start: Callable[[Sequence[str]], EngineProcess],
+        start: Callable[[ServingConfig], EngineProcess],
     ) -> "Service":
         """Nothing is started yet: ``supervisor.run`` does that.
 
         Args:
-            start: starts an engine's ranks, with settings to add.
+            start: starts an engine's ranks.
         """
         admission = Admission(config.server)
         metrics = ServerMetrics(model_name, config.server.vllm_metrics)
@@ -90,6 +90,23 @@ class Service:
             for generation in list(self._open):
                 generation.fail(shutting_down())
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer; known to whoever ``enter`` has let in."""
+        assert self.supervisor.ready is not None
+        return self.supervisor.ready.max_model_len
+
+    def check_fewest(self, tokens: int, param: str) -> None:
+        """Before a prompt is tokenized: it has so many tokens, or more. Raises ApiError: 400."""
+        if tokens > self.max_model_len:
+            raise ApiError(
+                400,
+                f"The prompt has at least {tokens} tokens; the model takes {self.max_model_len} "
+                "in all.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     def room(self, prompt: int, wanted: int | None, default: int | None) -> int:
         """Tokens that an answer may have.
 
@@ -101,8 +118,7 @@ class Service:
         Raises:
             ApiError: 400, there is not so much room.
         """
-        assert self.supervisor.ready is not None, "enter has looked"
-        longest = self.supervisor.ready.max_model_len
+        longest = self.max_model_len
         if prompt + (wanted or 0) > longest or (prompt == longest and wanted != 0):
             asked = "" if wanted is None else f" and max_tokens={wanted}"
             raise ApiError(

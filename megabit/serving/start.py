@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megabit.config import load_serving_config
+from megabit.config import ServingConfig, load_serving_config
 from megabit.errors import UserError
 from megabit.inference.fit import check_fit
 from megabit.inference.model_text import ModelText
@@ -37,8 +37,8 @@ def serve_model(path: Path, settings: Sequence[str], announce: Callable[[str, st
     text = ModelText(path, None if template is None else Path(template))
     name = config.server.model_name or text.name
 
-    def start(more: Sequence[str]) -> RankProcesses:
-        return RankProcesses.start(path, [*settings, *more])
+    def start(serving: ServingConfig) -> RankProcesses:
+        return RankProcesses.start(path, serving)
 
     service = Service.create(config, name, TextSide(text), start)
     with bind(config.server.host, config.server.port) as sock:

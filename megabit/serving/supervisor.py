@@ -12,10 +12,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
-from signal import Signals
 from socket import socket
 from typing import Protocol
 
@@ -25,6 +24,8 @@ from megabit.inference.messages import Failed, Ready, Stats, Stop
 from megabit.serving.api_error import ApiError
 from megabit.serving.dispatch import Dispatcher
 from megabit.serving.engine_client import EngineConnection, Job
+from megabit.serving.failures import killed, short
+from megabit.serving.restarts import Restarts
 
 _LOOK_S = 0.1
 """How often ranks are looked at."""
@@ -36,6 +37,11 @@ heard for so much longer is rank 0 itself stuck."""
 _LONGEST_SILENCE_S = 3.0
 """Reports come once a second, but not while a batch is computed."""
 
+_LONGEST_LAG_S = 1.0
+"""Of the time between two looks, what counts as silence of the engine: if it is longer, this
+process itself was busy, and has not read yet what the engine said."""
+
+_LOAD_S = 600.0
 _STOP_S = 5.0
 
 logger = logging.getLogger("megabit.serving")
@@ -74,21 +80,24 @@ class Supervisor:
     """Keeps an engine running for a dispatcher.
 
     Args:
-        start: starts the ranks of an engine; gets settings to add. Blocks for as long as it takes.
+        start: starts the ranks of an engine. Blocks for as long as it takes.
         listener: hears of each report of an engine, and when one is lost.
+        load_s: seconds that an engine may take to load the model.
     """
 
     def __init__(
         self,
         config: ServingConfig,
         dispatcher: Dispatcher,
-        start: Callable[[Sequence[str]], EngineProcess],
+        start: Callable[[ServingConfig], EngineProcess],
         listener: StatsListener,
+        load_s: float = _LOAD_S,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._start = start
         self._listener = listener
+        self._load_s = load_s
         self.state = EngineState.STARTING
         self.reason = ""
         """Why the engine is not ready."""
@@ -98,18 +107,21 @@ class Supervisor:
         """The newest report of the engine that runs."""
         self.restarts = 0
         self.rank_is_up: list[bool] = [False] * (config.parallel.tp * config.parallel.pp)
-        self._heard_at = 0.0
+        self._silence_s = 0.0
+        """Of the engine, until the last look."""
+        self._looked_at = time.monotonic()
         self._failed: str | None = None
-        self._failures: deque[float] = deque()
+        self._restarts = Restarts(config.server)
         self._retry_at = 0.0
         self._connection: EngineConnection | None = None
         self._stop = asyncio.Event()
         self._is_urgent = False
+        self._is_loading = True
 
     @property
     def heartbeat_age(self) -> float:
-        """Seconds since the engine last reported."""
-        return time.monotonic() - self._heard_at
+        """Seconds since the engine last reported, without those in which nobody could listen."""
+        return self._silence_s + min(time.monotonic() - self._looked_at, _LONGEST_LAG_S)
 
     def check_healthy(self) -> None:
         """Raises ApiError: 503, the engine is not ready, or silent for longer than it should be."""
@@ -128,25 +140,25 @@ class Supervisor:
             raise ApiError(503, "The model is being loaded.", code="loading", retry_after=2)
         if self.state == EngineState.RESTARTING:
             wait = self._retry_at - time.monotonic() + 2
-            text = f"The engine has failed and is being started again: {self.reason}"
+            text = f"The engine has failed and is being started again: {short(self.reason)}"
             raise ApiError(503, text, code="engine_restarting", retry_after=wait)
         if self.state == EngineState.DEAD:
-            text = f"The engine has failed and is not started again: {self.reason}"
+            text = f"The engine has failed and is not started again: {short(self.reason)}"
             raise ApiError(503, text, code="engine_dead", close=True)
         raise shutting_down()
 
     async def run(self) -> None:
         """Until ``stop``, or until the engine is given up: then ``state`` is DEAD."""
-        settings: list[str] = []
+        config = self._config
         while True:
-            reason = await self._run_engine(settings)
+            reason = await self._run_engine(config)
             if self._stop.is_set():
                 self.state = EngineState.STOPPING
                 self._dispatcher.fail_all(shutting_down())
                 return
             self.reason = reason
             # One that never was ready would fail again: memory, settings, files.
-            pause = None if self.ready is None else self._pause()
+            pause = None if self.ready is None else self._restarts.pause(time.monotonic())
             if self.ready is not None:
                 logger.error("The engine has failed: %s", reason)
             if pause is None:
@@ -155,7 +167,7 @@ class Supervisor:
                 return
             self.state = EngineState.RESTARTING
             self.restarts += 1
-            settings = self._settings() or settings
+            config = self._next(config)
             self._retry_at = time.monotonic() + pause
             logger.warning("Starting the engine again in %.1f s", pause)
             await _wait(self._stop, pause)
@@ -174,17 +186,19 @@ class Supervisor:
             self._connection.send(Stop())
         self._stop.set()
 
-    async def _run_engine(self, settings: Sequence[str]) -> str:
+    async def _run_engine(self, config: ServingConfig) -> str:
         """Start one, and watch it to its end; returns why it ended."""
         if self._stop.is_set():
             return "stopped"
         self._failed = None
         self.stats = None
+        self._is_loading = True
         self._listener.new_engine()
         try:
-            process = await asyncio.to_thread(self._start, settings)
+            process = await asyncio.to_thread(self._start, config)
         except (UserError, OSError) as error:
             return str(error)
+        self._heard()
         try:
             connection = await EngineConnection.open(process.socket, self._report, self._done)
             self._connection = connection
@@ -206,36 +220,56 @@ class Supervisor:
             if self._stop.is_set():
                 await self._wait_for_end(process)
                 return "stopped"
+            self._look()
             codes = process.exit_codes()
             self.rank_is_up = [code is None for code in codes]
             if reading.done() and not any(codes):
                 await asyncio.sleep(_LOOK_S)  # it may have ended, and will be known to have
                 codes = process.exit_codes()
-            self._failed = _killed(codes) or self._failed or self._what_is_wrong(codes, reading)
-            if self._failed is not None:
+            seen = killed(codes) or self._failed or self._what_is_wrong(codes, reading)
+            if seen is not None:
                 # Ranks may not have said all yet; requests need not wait for that.
-                self.state, self.reason = EngineState.RESTARTING, self._failed
-                self._dispatcher.detach(self._lost(self._failed))
-                return await self._cause(process, self._failed)
+                self._lose(seen)
+                return await self._cause(process, seen)
             await asyncio.wait({reading}, timeout=_LOOK_S)
 
     def _what_is_wrong(self, codes: list[int | None], reading: "asyncio.Task[None]") -> str | None:
-        for rank, code in enumerate(codes):
-            if code is not None:
-                return f"rank {rank} ended with code {code}"
+        if any(code is not None for code in codes):
+            return "a rank has ended"  # which one was first is not known yet
         if reading.done():
             error = reading.exception()
             return "rank 0 has closed its socket" if error is None else f"rank 0 said: {error!r}"
-        limit = self._config.engine.timeout_s + _GRACE_S
-        if self.state == EngineState.READY and self.heartbeat_age > limit:
-            return f"nothing was heard of rank 0 for {limit:.0f} s"
-        return None
+        limit = self._load_s if self._is_loading else self._config.engine.timeout_s + _GRACE_S
+        if self.heartbeat_age <= limit:
+            return None
+        if self._is_loading:
+            return f"the model was not loaded within {limit:g} s"
+        return f"nothing was heard of rank 0 for {limit:g} s"
 
     async def _cause(self, process: EngineProcess, seen: str) -> str:
-        """What the ranks say of a failure that was seen; nothing, if they still run."""
+        """What ranks say of a failure, once they have ended; what was seen of it, if none has."""
         said = await asyncio.to_thread(process.failure)
-        has_ended = any(code is not None for code in process.exit_codes())
-        return said if has_ended and said else seen
+        codes = process.exit_codes()
+        running = [str(rank) for rank, code in enumerate(codes) if code is None]
+        if len(running) == len(codes):
+            return seen
+        # One that is stuck may be the cause, and those that have ended only its victims.
+        return (said or seen) + (f" (rank {', '.join(running)} still runs)" if running else "")
+
+    def _lose(self, seen: str) -> None:
+        """There is no engine any more, and what it had is lost."""
+        self._failed = seen
+        if not self._stop.is_set():
+            self.state, self.reason = EngineState.RESTARTING, seen
+        self._dispatcher.detach(self._lost(seen))
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._silence_s += min(now - self._looked_at, _LONGEST_LAG_S)
+        self._looked_at = now
+
+    def _heard(self) -> None:
+        self._silence_s, self._looked_at = 0.0, time.monotonic()
 
     async def _wait_for_end(self, process: EngineProcess) -> None:
         end = time.monotonic() + _STOP_S
@@ -243,14 +277,18 @@ class Supervisor:
             await asyncio.sleep(0.02)
 
     def _report(self, report: Ready | Stats | Failed) -> None:
-        self._heard_at = time.monotonic()
-        if isinstance(report, Failed):
-            self._failed = report.error
-        elif isinstance(report, Stats):
-            self.stats = report
+        if isinstance(report, Failed):  # no sign of life
+            self._lose(report.error)
+            return
+        self._heard()
+        if isinstance(report, Stats):
+            before, self.stats = self.stats, report
             self._listener.report(report)
+            if report.proposed_layers != (None if before is None else before.proposed_layers):
+                self._tell_proposal(report.proposed_layers)
         else:
             self.ready = report
+            self._is_loading = False
             logger.info("Ready: %s", report.description)
             if self._connection is not None and self._failed is None and not self._stop.is_set():
                 self.state = EngineState.READY
@@ -260,28 +298,28 @@ class Supervisor:
     def _done(self, job: Job) -> None:
         self._dispatcher.done(job)
 
-    def _pause(self) -> float | None:
-        """Before the next start; None: there have been too many."""
-        server, now = self._config.server, time.monotonic()
-        self._failures.append(now)
-        while self._failures[0] < now - server.restart_window_s:
-            self._failures.popleft()
-        if len(self._failures) > server.max_restarts:
-            return None
-        return server.restart_backoff_s * 2.0 ** (len(self._failures) - 1)
-
-    def _settings(self) -> list[str]:
-        """What is different in the next engine."""
+    def _next(self, config: ServingConfig) -> ServingConfig:
+        """Of the next engine."""
         proposed = None if self.stats is None else self.stats.proposed_layers
-        if not self._config.engine.rebalance or proposed is None:
-            return []
+        if not config.engine.rebalance or proposed is None:
+            return config
         logger.info("The next engine has %s layers on its stages", list(proposed))
-        return [f"parallel.layers_per_stage={list(proposed)}"]
+        return replace(config, parallel=replace(config.parallel, layers_per_stage=list(proposed)))
+
+    def _tell_proposal(self, layers: Sequence[int] | None) -> None:
+        if layers is None:
+            return
+        how = "a restart" + ("" if self._config.engine.rebalance else " with engine.rebalance=true")
+        logger.info(
+            "Stages are unlike: parallel.layers_per_stage=%s would be faster; %s takes it up",
+            list(layers),
+            how,
+        )
 
     def _lost(self, reason: str) -> ApiError:
         return ApiError(
             503,
-            f"The engine has failed, and this request with it: {reason}",
+            f"The engine has failed, and this request with it: {short(reason)}",
             code="engine_failed",
             retry_after=self._config.server.restart_backoff_s,
         )
@@ -294,14 +332,7 @@ def shutting_down() -> ApiError:
     )
 
 
-def _killed(codes: Sequence[int | None]) -> str | None:
-    """The first rank that a signal has ended; others may have ended because of it."""
-    for rank, code in enumerate(codes):
-        if code is not None and code < 0:
-            return f"rank {rank} was ended by {Signals(-code).name}"
-    return None
-
-
 async def _wait(event: asyncio.Event, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()

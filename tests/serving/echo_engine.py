@@ -1,7 +1,7 @@
 """An engine without a model: answers repeat the prompt. A process of its own that speaks the
 engine's messages, for tests of what is between a client and an engine.
 
-    python tests/serving/echo_engine.py SOCKET_FD SECONDS_PER_TOKEN
+    python tests/serving/echo_engine.py SOCKET_FD SECONDS_PER_TOKEN MAX_MODEL_LEN
 
 Some prompts have effects: see the constants.
 """
@@ -12,10 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from socket import socket, socketpair
 
+from megabit.config import ServingConfig
 from megabit.inference.messages import (
     AbortRequest,
     AddRequest,
@@ -46,10 +46,12 @@ class EchoProcess:
         self.process = process
 
     @staticmethod
-    def start(settings: Sequence[str] = (), token_s: float = 0.001) -> "EchoProcess":
+    def start(serving: ServingConfig, token_s: float = 0.001) -> "EchoProcess":
         own, theirs = socketpair()
         fd = theirs.fileno()
-        command = [sys.executable, str(Path(__file__).resolve()), str(fd), str(token_s)]
+        length = serving.engine.max_model_len or MAX_MODEL_LEN
+        told = (fd, token_s, length)
+        command = [sys.executable, str(Path(__file__).resolve()), *map(str, told)]
         process = subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
         theirs.close()
         return EchoProcess(process, own)
@@ -68,9 +70,10 @@ class EchoProcess:
 
 
 class Echo:
-    def __init__(self, connection: socket, token_s: float) -> None:
+    def __init__(self, connection: socket, token_s: float, max_model_len: int) -> None:
         self._connection = connection
         self._token_s = token_s
+        self._max_model_len = max_model_len
         self._buffer = b""
         self._running: dict[str, AddRequest] = {}
         self._answered: dict[str, int] = {}
@@ -78,7 +81,7 @@ class Echo:
         self._generated = 0
 
     def run(self) -> None:
-        self._send(Ready(MAX_MODEL_LEN, 100, 16, 1, 1, (2,), "echo"))
+        self._send(Ready(self._max_model_len, 100, 16, 1, 1, (2,), "echo"))
         reported = 0.0
         while True:
             wait = self._token_s if self._running else 0.05
@@ -104,6 +107,7 @@ class Echo:
         if first == IS_NO_NUMBER:
             self._send(Tokens(request.id, 0, (), finish="error", error="not a number"))
             return
+        time.sleep(self._token_s)  # a prompt takes as long as a token
         if request.sampling.prompt_logprobs is not None:
             logprobs = tuple(_logprobs(t, 1) for t in request.prompt[1:])
             self._send(PromptLogprobs(request.id, logprobs))
@@ -154,6 +158,8 @@ class Echo:
             blocks_total=100,
             generation_tokens=self._generated,
             preemptions=1,
+            prefix_queries=20,
+            prefix_hits=5,
             comm_bytes={"tp/exact16": float(self._generated)},
             comm_seconds={"tp": 0.5},
             comm_calls={"tp": 10},
@@ -186,4 +192,4 @@ def _logprobs(token: int, top: int) -> TokenLogprobs:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Echo(socket(fileno=int(sys.argv[1])), float(sys.argv[2])).run()
+    Echo(socket(fileno=int(sys.argv[1])), float(sys.argv[2]), int(sys.argv[3])).run()

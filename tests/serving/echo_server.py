@@ -7,10 +7,9 @@ FOLDER has what is text of a model. It prints its URL.
 
 import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from megabit.config import load_serving_config
+from megabit.config import ServingConfig, load_serving_config
 from megabit.errors import RunError
 from megabit.inference.model_text import ModelText
 from megabit.serving.prompts import TextSide
@@ -24,9 +23,9 @@ def main() -> int:
     config = load_serving_config(settings)
     text = TextSide(ModelText(Path(path)))
 
-    def start(more: Sequence[str]) -> EchoProcess:
-        logging.info("starting with %s", more)
-        return EchoProcess.start(more, float(token_s))
+    def start(serving: ServingConfig) -> EchoProcess:
+        logging.info("starting with %s", serving.parallel.layers_per_stage)
+        return EchoProcess.start(serving, float(token_s))
 
     service = Service.create(config, config.server.model_name or "echo", text, start)
     sock = bind(config.server.host, config.server.port)

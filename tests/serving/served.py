@@ -157,7 +157,7 @@ def first_chunk(server: Server, **body: Any) -> socket.socket:
 def as_http(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%s" % (len(content), content)
     )
 

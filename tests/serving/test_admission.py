@@ -9,6 +9,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from megabit.config.serving import ServerConfig
+from megabit.serving.admission import Admission
+from megabit.serving.api_error import ApiError
 from tests.serving.served import (
     as_http,
     echo_server,
@@ -102,6 +105,45 @@ def test_clients_that_go(tmp_path: Path) -> None:
         assert server.metric("megabit_num_requests_running") == 0
         assert server.complete(LONG, max_tokens=3).status_code == 200
         assert "Traceback" not in server.log
+
+
+def test_streams_whose_client_goes(tmp_path: Path) -> None:
+    """In the middle of answers that would go on for long; none of them is overlooked."""
+    settings = ("engine.max_model_len=1000000", "engine.max_sequences=64")
+    draw = random.Random(2)
+    with echo_server(tmp_path, *settings, token_s=0.002) as server:
+
+        def one(_: int) -> None:
+            with first_chunk(server, max_tokens=900000, ignore_eos=True):
+                time.sleep(draw.random() * 0.1)
+
+        with ThreadPoolExecutor(32) as pool:
+            list(pool.map(one, range(200)))
+        eventually(lambda: server.metric("megabit_client_disconnects_total") == 200, 5)
+        eventually(lambda: server.metric("megabit_num_requests_running") == 0, 2)
+
+
+def test_what_waits_is_counted() -> None:
+    admission = Admission(ServerConfig(max_waiting_requests=3, max_waiting_tokens=100))
+    first = admission.enter(2, 41, 10, free=0)
+    assert (admission.requests, admission.tokens) == (2, 21)
+    admission.measured(first, 50, free=0)
+    assert (admission.requests, admission.tokens) == (2, 50)
+    admission.enter(1, 0, 50, free=0)
+    assert (admission.requests, admission.tokens) == (3, 100)
+    with pytest.raises(ApiError, match="3 requests wait"):
+        admission.enter(1, 0, 0, free=0)
+    admission.handed_over(first, 20)
+    assert (admission.requests, admission.tokens) == (2, 80)
+    with pytest.raises(ApiError, match="80 prompt tokens wait"):
+        admission.enter(1, 0, 21, free=0)
+    last = admission.enter(1, 0, 20, free=0)
+    with pytest.raises(ApiError, match="80 prompt tokens wait"):
+        admission.measured(last, 21, free=0)
+    assert (admission.requests, admission.tokens) == (2, 80)
+    admission.given_up(first, 30)
+    admission.leave(first)
+    assert (admission.requests, admission.tokens) == (1, 50)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,11 @@ def test_text(echo: Server) -> None:
 
 def test_default_length(echo: Server) -> None:
     assert echo.complete(PROMPT).json()["usage"]["completion_tokens"] == 16
-    near_the_end = [65] * (MAX_MODEL_LEN - 3)
-    assert echo.complete(near_the_end).json()["usage"]["completion_tokens"] == 3
+    for left in (3, 1):
+        near_the_end = [65] * (MAX_MODEL_LEN - left)
+        assert echo.complete(near_the_end).json()["usage"]["completion_tokens"] == left
+        wanted = echo.complete(near_the_end, max_tokens=left).json()
+        assert wanted["usage"]["completion_tokens"] == left
 
 
 def test_prompts_of_all_forms(echo: Server) -> None:
@@ -289,11 +293,67 @@ def test_bodies_that_are_too_large(echo: Server) -> None:
     with socket.create_connection(("127.0.0.1", httpx2.URL(echo.url).port), 10) as raw:
         # A client that asks first is told before it has sent anything.
         raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\n"
             b"content-length: 10000000\r\nexpect: 100-continue\r\n\r\n"
         )
         assert raw.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
     assert echo.complete(PROMPT).status_code == 200
+
+
+def test_prompts_that_are_never_tokenized(echo: Server) -> None:
+    """Their characters are more than all tokens that there is room for could have."""
+    text = "the quick brown fox jumps " * 100_000
+    chat = {"messages": [{"role": "user", "content": text}]}
+    began = time.monotonic()
+    for response, param in (
+        (echo.complete(text), "prompt"),
+        (echo.complete(["a", text]), "prompt"),
+        (echo.post("/v1/chat/completions", **chat), "messages"),
+    ):
+        told = error(response, 400)
+        assert told["code"] == "context_length_exceeded"
+        assert told["param"] == param
+        assert "at least" in told["message"]
+    # 7.8 MB would take seconds to tokenize, more than sending it does.
+    assert time.monotonic() - began < 2
+
+
+def test_names_of_this_host(echo: Server) -> None:
+    port = httpx2.URL(echo.url).port
+    for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "[::1]:80", "LOCALHOST"):
+        assert echo.http.get("/health", headers={"host": host}).status_code == 200
+    for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "[::2]", ""):
+        told = error(echo.http.get("/v1/models", headers={"host": host}), 421)
+        assert told["code"] == "unknown_host"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (b'"temperature": NaN', "temperature: must be a finite number."),
+        (b'"temperature": -1', "temperature: must be greater than or equal to 0."),
+        (b'"temperature": [1]', "temperature: must be a number."),
+        (b'"repetition_penalty": 1e-300', "repetition_penalty: must be greater than or equal to"),
+        (b'"max_tokens": "16"', "max_tokens: must be an integer."),
+        (b'"stream": "yes"', "stream: must be a boolean."),
+        (b'"stop": [""]', "stop.0: must have at least 1 character."),
+        (b'"stream_options": 5', "stream_options: must be an object."),
+        (b'"seed": null', "prompt: is missing."),
+    ],
+)
+def test_sentences(echo: Server, wrong: bytes, message: str) -> None:
+    prompt = b"" if b"seed" in wrong else b'"prompt": "a", '
+    headers = {"content-type": "application/json"}
+    content = b"{" + prompt + wrong + b"}"
+    told = error(echo.http.post("/v1/completions", content=content, headers=headers), 400)
+    assert told["message"].startswith(message)
+
+
+def test_sentence_of_a_role(echo: Server) -> None:
+    chat = {"messages": [{"role": "tool", "content": "x"}]}
+    told = error(echo.post("/v1/chat/completions", **chat), 400)["message"]
+    assert told.startswith("messages.0.role: must be 'system', ")
 
 
 def test_no_http(echo: Server) -> None:

@@ -93,6 +93,29 @@ def end_under_load(server: Server) -> None:
 
 
 @pytest.mark.slow
+def test_more_than_may_wait(model: Path, tmp_path: Path) -> None:
+    settings = (
+        "engine.max_sequences=2",
+        "server.max_waiting_requests=3",
+        "server.first_token_timeout_s=120",  # of a busy machine
+    )
+    with megabit_server(model, tmp_path / "log", *settings) as server:
+        wanted = {"max_tokens": 100, "ignore_eos": True}
+        running = [in_background(lambda: server.complete(PROMPT, **wanted)) for _ in range(12)]
+        eventually(lambda: all(running), 60)
+        answers = [found[0] for found in running]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        # Two are computed, one more is with the engine, three wait.
+        assert 1 <= len(refused) <= 12 - 6
+        assert all("retry-after" in answer.headers for answer in refused)
+        for answer in answers:
+            if answer not in refused:
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["usage"]["completion_tokens"] == 100
+        assert server.metric("megabit_num_requests_waiting") == 0
+
+
+@pytest.mark.slow
 def test_ranks_end_with_the_server(model: Path, tmp_path: Path) -> None:
     """Even while they load the model, and whatever end it has."""
     with megabit_server(model, tmp_path / "log", "parallel.tp=2", ready=False) as server:

@@ -65,6 +65,40 @@ def test_names_of_vllm(scraped: str) -> None:
     assert "_created" not in scraped
 
 
+def test_what_engines_say(echo: Server, scraped: str) -> None:
+    said = {
+        "prefix_cache_queries_total": 20,
+        "prefix_cache_hits_total": 5,
+        "rank_memory_bytes": 1000,
+        "rank_memory_limit_bytes": 2000,
+    }
+    assert {name: echo.metric(f"megabit_{name}") for name in said} == said
+    assert 'proposed_layers_per_stage="1,1"' in scraped
+
+
+def test_what_is_timed(tmp_path: Path) -> None:
+    """An answer of 11 tokens, one every 20 ms or later, and the client's own clock."""
+    with echo_server(tmp_path, token_s=0.02) as server:
+        server.http.get("/health")  # connects
+        began = time.monotonic()
+        server.complete([70, 71], max_tokens=11)
+        took = time.monotonic() - began
+
+        def seconds(name: str) -> float:
+            assert server.metric(f"megabit_{name}_seconds_count") in (1, 10)
+            return server.metric(f"megabit_{name}_seconds_sum")
+
+        first, between = seconds("time_to_first_token"), seconds("inter_token_latency")
+        whole = seconds("e2e_request_latency")
+        assert 0.015 < first < took - 0.19  # a select may be a millisecond early
+        assert 0.19 < between < took - first
+        assert first + between == pytest.approx(whole)
+        assert seconds("request_decode_time") == pytest.approx(between)
+        in_engine = seconds("request_prefill_time")
+        assert 0.015 < in_engine < first
+        assert seconds("request_queue_time") == pytest.approx(first - in_engine)
+
+
 def test_alias(tmp_path: Path) -> None:
     with echo_server(tmp_path, "server.vllm_metrics=true") as server:
         server.complete([70, 71], max_tokens=5)

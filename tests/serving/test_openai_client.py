@@ -131,7 +131,8 @@ def test_clients_that_go_leave_no_block(server: Server) -> None:
                 b"true" if number % 2 else b"false",
             )
             raw.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\n"
                 b"content-length: %d\r\n\r\n%s" % (len(body), body)
             )
             time.sleep(draw.random() * 0.3)
