@@ -133,8 +133,7 @@ class ModelText:
         """A prompt's ids, with what the tokenizer puts around texts. Never empty: of no text, the
         token that texts begin with."""
         tokenizer = self._literal if self._is_literal else self.tokenizer
-        ids: list[int] = tokenizer.encode(text).ids
-        return ids or [self.begin_id]
+        return _ids(tokenizer, text, add_special_tokens=True) or [self.begin_id]
 
     def encode_chat(
         self,
@@ -152,7 +151,7 @@ class ModelText:
         guarded = _replaced(messages, stand_ins)
         text = self.template.render(guarded, add_generation_prompt, **more)
         if not stand_ins:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+            ids = _ids(self.tokenizer, text)
         else:
             ids = [*self._encode_around(text, {c: name for name, c in stand_ins.items()})]
         return ids or [self.begin_id]
@@ -180,7 +179,7 @@ class ModelText:
             elif part:
                 for stand_in, name in spelled.items():
                     part = part.replace(stand_in, name)
-                yield from self._literal.encode(part, add_special_tokens=False).ids
+                yield from _ids(self._literal, part)
 
     @cached_property
     def _special(self) -> dict[str, int]:
@@ -248,6 +247,13 @@ def _special_tokens(path: Path, assets: Mapping[str, Path]) -> SpecialTokens:
         read_json(assets, "tokenizer_config.json"),
         read_json(assets, "config.json"),
     )
+
+
+def _ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Of one text; other threads run meanwhile, which ``Tokenizer.encode`` does not let them."""
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def settings_of_run(run: Mapping[str, Any]) -> Mapping[str, Any]:
