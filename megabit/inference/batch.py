@@ -68,8 +68,8 @@ class Batch:
     @property
     def result_shape(self) -> tuple[int, int]:
         """Of what the last stage answers, fp64: for each wanted row a token, its log probability,
-        and tokens and log probabilities of the likeliest; at least one row, for an empty batch is
-        answered as well."""
+        and tokens (−1: none) and log probabilities of the likeliest. At least one row, as an empty
+        batch is answered, too."""
         most = max((wanted.logprobs or 0 for wanted in self.wanted), default=0)
         return max(1, len(self.wanted)), 2 + 2 * most
 

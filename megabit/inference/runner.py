@@ -21,6 +21,8 @@ from megabit.tensor_parallel.partition import BlockPartition
 LOGIT_ROWS = 64
 """Rows whose logits are there at a time: the log probabilities of a long prompt take many."""
 NO_TOKEN = float("nan")
+NOTHING = -1
+"""In place of a token that is not among the likeliest, as there are not so many."""
 NOT_PARAMS = ("noise", "prompt_tokens", "answer_tokens")
 """Of ``Wanted.sampling``, what is not of ``SamplingParams``."""
 
@@ -60,6 +62,7 @@ class StageRunner:
         result = torch.zeros(
             batch.result_shape, dtype=torch.float64, device=self.stages.context.device
         )
+        result[:, 2:] = NOTHING
         if hidden is not None:
             for start in range(0, len(batch.wanted), LOGIT_ROWS):
                 wanted = batch.wanted[start : start + LOGIT_ROWS]
@@ -98,8 +101,8 @@ class StageRunner:
             numbers, known, tops = zip(*told, strict=True)
             everything = BlockPartition(rows.size, rows.num_blocks).span(0, 1)
             logprobs = log_probabilities(logits[[*numbers]], everything, Axis.single("tp"))
-            logprobs = logprobs[:, : self.num_ids]  # what is never drawn is never the likeliest
-            for i, of_token in zip(numbers, logprobs_of(logprobs, known, max(tops)), strict=True):
+            found_logprobs = logprobs_of(logprobs, known, max(tops), self.num_ids)
+            for i, of_token in zip(numbers, found_logprobs, strict=True):
                 values = [of_token.logprob, *(x for pair in of_token.top for x in pair)]
                 result[i, 1 : 1 + len(values)] = torch.tensor(values, dtype=result.dtype)
 

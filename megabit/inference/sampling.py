@@ -69,17 +69,21 @@ def sample(
     return [token if ok else None for token, ok in zip(chosen, sound, strict=True)]
 
 
-def logprobs_of(logprobs: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+def logprobs_of(
+    logprobs: Tensor, tokens: Sequence[int], top: int, num_ids: int | None = None
+) -> list[TokenLogprobs]:
     """Log probabilities of given tokens, and the ``top`` likeliest ones of each row.
 
     Args:
         logprobs: fp32 ``[m, V]``, of all tokens; tokens: m ids below V.
+        num_ids: ids from this one on are never drawn, and so not among the likeliest.
     """
     columns = torch.tensor(tokens, dtype=torch.int64, device=logprobs.device).unsqueeze(-1)
     own: list[float] = logprobs.gather(-1, columns).squeeze(-1).tolist()
     if not top:
         return [TokenLogprobs(t, p) for t, p in zip(tokens, own, strict=True)]
-    best = _likeliest(logprobs, min(top, logprobs.shape[-1]))
+    candidates = logprobs[:, :num_ids]
+    best = _likeliest(candidates, min(top, candidates.shape[-1]))
     values = logprobs.gather(-1, best).tolist()
     pairs = (tuple(zip(i, v, strict=True)) for i, v in zip(best.tolist(), values, strict=True))
     return [TokenLogprobs(t, p, b) for t, p, b in zip(tokens, own, pairs, strict=True)]

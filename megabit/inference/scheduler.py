@@ -182,7 +182,7 @@ class Scheduler:
             logprobs = None
             if wanted.logprobs is not None:
                 pairs = list(zip(top[::2], top[1::2], strict=True))[: wanted.logprobs]
-                best = tuple((int(i), p) for i, p in pairs)
+                best = tuple((int(i), p) for i, p in pairs if i >= 0)
                 logprobs = TokenLogprobs(int(token), logprob, best)
             if wanted.target is not None:
                 assert logprobs is not None

@@ -134,6 +134,11 @@ def test_only_tokens_of_the_tokenizer_are_drawn_and_told(engine: Engine) -> None
     answer = engine.generate(TEXTS[0], sampling)[0].answers[0]
     told = [token for row in answer.logprobs for token, _ in row.top]
     assert max(answer.tokens + told) < engine.text.num_ids
+    # A prompt may have any of the model's rows, all the same.
+    asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)
+    (result,) = engine.generate([[319, 5, 319]], asked)
+    assert [row.token for row in result.prompt_logprobs] == [5, 319]
+    assert max(t for row in result.prompt_logprobs for t, _ in row.top) < engine.text.num_ids
 
 
 def test_a_long_pause_and_many_long_answers_do_no_harm(model: Path) -> None:
