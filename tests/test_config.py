@@ -19,7 +19,8 @@ from megabit.config import (
 from megabit.errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-YAML_FILES = sorted(EXAMPLES.rglob("*.yaml"))
+YAML_FILES = sorted(p for p in EXAMPLES.rglob("*.yaml") if p.parent.name != "serving")
+"""Those of served models have settings of their own (``test_serving_examples``)."""
 
 
 def problems_of(*arguments: str | Path, world_size: int | None = None) -> tuple[str, ...]:
@@ -216,12 +217,7 @@ def test_all_problems_are_listed_with_their_file(tmp_path: Path) -> None:
 # The examples
 
 
-@pytest.mark.parametrize(
-    "path",
-    # Those of served models have settings of their own (test_serving_examples).
-    sorted(p for p in EXAMPLES.rglob("*.yaml") if p.parent.name != "serving"),
-    ids=lambda p: p.stem,
-)
+@pytest.mark.parametrize("path", YAML_FILES, ids=[path.stem for path in YAML_FILES])
 def test_every_example_loads_alone(path: Path) -> None:
     load_config([str(path)])
 
