@@ -4,7 +4,6 @@ The same messages whether the engine is in this process or in others: then they 
 on a socket. An engine knows nothing of text; whoever talks to it has the tokenizer.
 """
 
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -184,8 +183,9 @@ _TYPES: dict[str, type] = {
 
 def encode(message: Message) -> bytes:
     """One line."""
-    content = {"type": type(message).__name__, **dataclasses.asdict(message)}
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+    content = {"type": type(message).__name__, **vars(message)}
+    # Not dataclasses.asdict, which copies all there is: this is done for each token.
+    return json.dumps(content, separators=(",", ":"), default=vars).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:

@@ -11,14 +11,19 @@ from megabit.checkpoint.model_source import CheckpointSource
 from megabit.checkpoint.source import ModelSource
 from megabit.config import ServingConfig
 from megabit.inference.fit import fitting_config
+from megabit.inference.rebalance import estimate_step_costs
 from megabit.interop.huggingface import HuggingFaceSource
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStages
 from megabit.model.decoder import layer_context
 from megabit.model.huggingface_linear import form_of
 from megabit.model.load import load_stages
+from megabit.pipeline.balance import PartCost, PartCosts
 from megabit.pipeline.plan import StagePlan, plan_stages
 from megabit.tensor_parallel.lossy_sums import LossySums
+
+USUAL_ROWS = 16
+"""Tokens of a forward pass that layers are laid out for, each of which is answered."""
 
 
 def open_stages(
@@ -37,6 +42,12 @@ def open_stages(
         mesh,
     )
     plan = plan_stages(config, mesh.dp.size)
+    if serving.parallel.layers_per_stage is None:
+        # Not by what a step of training costs: there the head counts for more.
+        size = getattr(torch, config.precision.compute).itemsize
+        costs = estimate_step_costs(source.model, USUAL_ROWS, USUAL_ROWS, size)
+        layer, head = PartCost(forward=costs.layer), PartCost(forward=costs.head)
+        plan = plan.balanced_by(PartCosts(layer, PartCost(), head))
     check_bytes(source, mesh)
     context = layer_context(config, mesh)
     engine = serving.engine

@@ -25,6 +25,9 @@ a second, and does some 80 billion multiply-adds."""
 TERNARY = 0.25
 """Bytes of a ternary weight, and what one multiply-add with it costs."""
 
+CALLS = 4e7
+"""What it costs to call a layer's operations, whatever their size: about half a millisecond."""
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -45,7 +48,7 @@ def estimate_step_costs(
     model: ModelConfig, tokens: float, rows: float, dense_bytes: int = 4
 ) -> StepCosts:
     """From the sizes of products: each costs what reading its weights does, or what multiplying
-    does, whichever is more.
+    does, whichever is more; and a layer what its calls do.
 
     Args:
         tokens: of a forward pass, on average.
@@ -57,7 +60,7 @@ def estimate_step_costs(
     weights = 2 * hidden * (hidden + kv) + 3 * hidden * ffn
     is_ternary = model.linear == "ternary"
     size, work = (TERNARY, TERNARY) if is_ternary else (float(dense_bytes), 1.0)
-    layer = weights * max(BYTE * size, work * tokens)
+    layer = CALLS + weights * max(BYTE * size, work * tokens)
     head = hidden * model.vocab_size * max(BYTE * dense_bytes, rows)
     return StepCosts(layer, head)
 
