@@ -1,7 +1,6 @@
 """The benchmark of the engine in a terminal, and as JSON."""
 
 import json
-import os
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +16,7 @@ from megabit.benchmark.engine import MEGABIT, ONE_BY_ONE, TRANSFORMERS, Dtype, L
 from megabit.benchmark.random_model import save_random_model
 from megabit.config import ModelConfig
 from megabit.files import write_text
+from megabit.inference.ranks import usable_cores
 from megabit.model import num_parameters
 from megabit_kernels.benchmark.console import WIDTH
 from megabit_kernels.benchmark.machine import Machine, counted
@@ -33,7 +33,7 @@ def run_and_report(
     model: ModelConfig, load: Load, threads: int | None, dtype: Dtype, json_file: Path | None
 ) -> None:
     """Measure, print, and write ``json_file``."""
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or usable_cores()
     console = Console(width=max(WIDTH, Console().width), markup=False, highlight=False)
     console.print(
         f"Model: {num_parameters(model) / 1e6:.1f} M parameters, random, "

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megabit.checkpoint import on_all_ranks, verified
+from megabit.checkpoint import on_all_ranks
 from megabit.checkpoint.model_source import CheckpointSource
 from megabit.checkpoint.source import ModelSource
 from megabit.config import Config
@@ -13,7 +13,7 @@ from megabit.data.corpus import CorpusInfo, load_corpus
 from megabit.errors import UserError
 from megabit.evaluation.forward import ForwardRunner
 from megabit.inference.model_text import ModelTokenizer, settings_of_run
-from megabit.interop.huggingface import HuggingFaceSource
+from megabit.inference.opening import check_bytes
 from megabit.mesh import ParallelMesh
 from megabit.model import build_stages
 from megabit.model.load import load_stages
@@ -65,10 +65,7 @@ def load_runner(source: ModelSource, config: Config, mesh: ParallelMesh) -> Forw
     Raises:
         UserError: it is not what was saved, or does not fit the layout.
     """
-    if isinstance(source, CheckpointSource):
-        verified(source.path, mesh)
-    elif isinstance(source, HuggingFaceSource):
-        on_all_ranks(lambda: source.verify() if mesh.is_main else None, mesh)
+    check_bytes(source, mesh)
     plan = agree_on_plan(config, mesh)
     stages = build_stages(config, mesh, plan).eval()
     on_all_ranks(lambda: load_stages(stages, source), mesh)

@@ -85,7 +85,7 @@ class RankProcesses:
             log: file for what ranks print; default: where this process prints errors.
         """
         world_size = serving.parallel.tp * serving.parallel.pp
-        threads = serving.engine.threads or max(1, _cores() // world_size)
+        threads = serving.engine.threads or max(1, usable_cores() // world_size)
         folder = Path(tempfile.mkdtemp(prefix="megabit-engine-"))
         own, theirs = socketpair()
         ending, lifeline = os.pipe()
@@ -177,7 +177,7 @@ class RankProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """That this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -72,7 +72,10 @@ class Attention(nn.Module):
         q, k, v = (
             rearrange(y, "(b s) (h d) -> b s h d", b=batch, d=self.head_dim) for y in (q, k, v)
         )
-        q, k = rotate(q, *rope), rotate(k, *rope)
+        return self._mix(rotate(q, *rope), rotate(k, *rope), v, forward_pass)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, forward_pass: ForwardPass) -> Tensor:
+        """``q [B, S, query heads, D]``, ``k``, ``v [B, S, KV heads, D]`` → ``[T, heads · D]``."""
         if forward_pass.cache is not None:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             y = forward_pass.cache.attend(self.layer, q, k, v, self.kv_heads.index)

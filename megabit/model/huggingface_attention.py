@@ -7,26 +7,13 @@ from torch.nn import functional as F
 
 from megabit.interop.huggingface import arithmetic
 from megabit.model.attention import Attention
-from megabit.model.rope import rotate
 from megabit.tensor_parallel import ForwardPass
 
 
 class HuggingFaceAttention(Attention):
     """By torch's SDPA, and with a cache one sequence after the other; for inference."""
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rope: tuple[Tensor, Tensor],
-        batch: int,
-        forward_pass: ForwardPass,
-    ) -> Tensor:
-        q, k, v = (
-            rearrange(y, "(b s) (h d) -> b s h d", b=batch, d=self.head_dim) for y in (q, k, v)
-        )
-        q, k = rotate(q, *rope), rotate(k, *rope)
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, forward_pass: ForwardPass) -> Tensor:
         if forward_pass.cache is None:
             return self._sdpa(q, k, v).flatten(0, 1)
         kept = forward_pass.cache.keep(self.layer, k.flatten(0, 1), v.flatten(0, 1))
