@@ -132,10 +132,10 @@ def test_the_configuration_does_not_import_torch() -> None:
     [
         ("model.hiden_size=8", "model.hiden_size: unknown key 'hiden_size'; did you mean 'hidden_"),
         ("modle.hidden_size=8", "modle.hidden_size: unknown key 'modle'; did you mean 'model'?"),
-        (
-            "steps=8",
-            "steps: unknown key 'steps'; known: checkpoint, data, guard, loss, model, optim,",
-        ),
+        ("steps=8", "steps: unknown key 'steps'; did you mean 'train.steps'?"),
+        ("qqqq=8", "qqqq: unknown key 'qqqq'; known: checkpoint, communication, data, faults,"),
+        ("site.environment.NCCL_X=[1]", "site.environment.NCCL_X: must be text or a number"),
+        ("site.environment.PATH=x", "site.environment.PATH: is for variables of communication"),
         ("train.steps.x=1", "train.steps: is a value and has no key 'x'"),
         ("optim.lr.0=1", "optim.lr: is a value and has no key '0'"),
         ("model=3", "model: is a section; set its keys, such as model.vocab_size"),
@@ -170,7 +170,7 @@ def test_a_wrong_setting(tmp_path: Path, setting: str, problem: str) -> None:
         ("model: [1\n", "not valid YAML at line 2"),
         ("model:\n\thidden_size: 1", "not valid YAML at line 2"),
         ("- 1\n", "must hold settings such as 'model:', not a list"),
-        ("just text", "just text: unknown key 'just text'; known: checkpoint, data, guard, loss"),
+        ("just text", "just text: unknown key 'just text'; known: checkpoint, communication"),
         ("a: 1\n---\nb: 2\n", "not valid YAML at line 2"),
         ("a: !!python/object:os.system x\n", "not valid YAML at line 1"),
         ("train:\n  steps: 1\n  steps: 2\n", "not valid YAML at line 3"),

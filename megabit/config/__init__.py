@@ -4,6 +4,13 @@ arguments (``compose``) and checked as a whole before any process group exists (
 Nothing here imports torch, so that ``megabit config`` and ``--help`` answer at once.
 """
 
+from megabit.config.cluster import (
+    CommunicationConfig,
+    Drill,
+    FaultsConfig,
+    OuterConfig,
+    SiteConfig,
+)
 from megabit.config.compose import (
     config_from_tree,
     leaves,
@@ -43,21 +50,26 @@ __all__ = [
     "SCHEDULE_CHUNKS",
     "AlertRule",
     "CheckpointConfig",
+    "CommunicationConfig",
     "Config",
     "DataConfig",
+    "Drill",
     "EngineConfig",
+    "FaultsConfig",
     "GuardAction",
     "GuardConfig",
     "GuardRule",
     "LossConfig",
     "ModelConfig",
     "OptimConfig",
+    "OuterConfig",
     "ParallelConfig",
     "PrecisionConfig",
     "RunConfig",
     "ServerConfig",
     "ServingConfig",
     "ServingParallelConfig",
+    "SiteConfig",
     "TelemetryConfig",
     "TrainConfig",
     "config_from_tree",

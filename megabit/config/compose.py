@@ -153,14 +153,21 @@ def _set(tree: DictConfig, setting: _Setting) -> str | None:
     for name in (*sections, leaf):
         if not isinstance(node, DictConfig):
             return f"{'.'.join(walked)}: is a value and has no key {name!r}"
-        if name not in node:
+        if name not in node and not _takes_any_key(node):
             known = sorted(str(k) for k in node)
             near = difflib.get_close_matches(name, known, n=1)
+            if not walked:  # a key without its section
+                near = [f"{k}.{name}" for k in known if name in node[k]] or near
             hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
             return f"{key}: unknown key {name!r}; {hint}"
         walked.append(name)
         if len(walked) <= len(sections):
             node = node[name]
+    if _takes_any_key(node):
+        if not isinstance(setting.value, str | int | float):
+            return f"{key}: must be text or a number, not {setting.value!r}"
+        node[leaf] = str(setting.value) if setting.text is None else setting.text
+        return None
     if isinstance(node[leaf], DictConfig):
         if setting.value is None and setting.text is None:  # an empty section sets nothing
             return None
@@ -180,6 +187,11 @@ def _set(tree: DictConfig, setting: _Setting) -> str | None:
     except OmegaConfBaseException:
         return f"{key}: must be {_describe(kind)}, not {value!r}"
     return None
+
+
+def _takes_any_key(node: DictConfig) -> bool:
+    """Whether it is a table of the user's own names, not a section."""
+    return OmegaConf.get_type(node) is dict
 
 
 def _set_entries(tree: DictConfig, key: str, entry: Any, value: Any) -> str | None:

@@ -7,6 +7,8 @@ never a setting. Model keys carry the names that Hugging Face's ``BitNetConfig``
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megabit.config.cluster import CommunicationConfig, FaultsConfig, OuterConfig, SiteConfig
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -115,8 +117,9 @@ class PrecisionConfig:
     ternary_backward: Literal["compute", "bfloat16", "int8"] = "compute"
     """Operands of a ternary layer's two backward products; the forward product is always int8.
     ``int8`` rounds gradients stochastically: fastest on a CPU, and noisier."""
-    gradients: Literal["float32", "bfloat16"] = "float32"
-    """Gradients on the wire over DP. Ranks add them up in fp32 either way."""
+    gradients: Literal["float32", "bfloat16", "int8", "int4", "topk", "ternary"] = "float32"
+    """Gradients on the wire over DP. Ranks add them up in fp32 in any case. All but the first two
+    lose something: see ``communication``, and docs/communication.md for how much."""
     loss_scale: float = 65536.0
     """What the loss is multiplied with at first if ``compute`` is float16; a power of two. It is
     halved when a gradient overflows, and doubled after ``loss_scale_interval`` steps without."""
@@ -149,6 +152,9 @@ class DataConfig:
     """Tokens in a sample (S)."""
     prefetch: int = 4
     """Batches that the reader thread keeps ready."""
+    cache: Literal["none", "ram"] = "none"
+    """``ram``: read the tokens into memory when a run begins, for disks that are slow to seek;
+    else files are memory-mapped. Each rank has a copy."""
 
 
 @dataclass(frozen=True)
@@ -346,6 +352,8 @@ def shipped_alerts() -> list[AlertRule]:
         AlertRule("gradient norm varies", "grad_norm_std > 0.05", intervals=10),
         AlertRule("exposed communication", "exposed_share > 0.1", intervals=3),
         AlertRule("GPU is idle", "gpu_utilization < 0.9", intervals=3),
+        AlertRule("waits for data", "data_share > 0.01", intervals=3),
+        AlertRule("straggler", "straggler_ratio > 1.3", intervals=2),
     ]
 
 
@@ -401,6 +409,8 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -408,4 +418,6 @@ class Config:
     guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    site: SiteConfig = field(default_factory=SiteConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -7,6 +7,7 @@ import os.path
 from collections.abc import Iterator
 
 from megabit.config.schema import SCHEDULE_CHUNKS, Config, DataConfig, ParallelConfig
+from megabit.config.validate_cluster import cluster_problems, islands_in_world
 from megabit.config.validate_recipe import recipe_problems
 
 
@@ -14,7 +15,7 @@ def find_problems(config: Config, world_size: int | None = None) -> list[str]:
     """What is wrong with ``config``, one line each; empty if nothing is.
 
     ``world_size`` is the number of ranks, where it is known; the data-parallel degree is
-    ``world_size / (tp · pp)``.
+    ``world_size / (islands · tp · pp)``.
     """
     problems = [*_not_finite(config), *_not_positive(config)]
     if problems:  # the checks below divide by these
@@ -26,6 +27,7 @@ def find_problems(config: Config, world_size: int | None = None) -> list[str]:
         *recipe_problems(config),
         *_data(config),
         *_checkpoint(config),
+        *cluster_problems(config, world_size),
         *_exact(config, world_size),
     ]
 
@@ -216,15 +218,20 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     if config.model.num_attention_heads % parallel.tp:
         return  # reported; no number of ranks would do
-    model_ranks = parallel.tp * parallel.pp
+    islands = islands_in_world(config.outer)
+    model_ranks = parallel.tp * parallel.pp * islands
     if world_size % model_ranks:
+        of_islands = f" × outer.islands={islands}" if islands > 1 else ""
         yield (
             f"world size: {world_size} ranks do not fit parallel.tp={parallel.tp} × "
-            f"parallel.pp={parallel.pp}; start a multiple of {model_ranks} "
+            f"parallel.pp={parallel.pp}{of_islands}; start a multiple of {model_ranks} "
             f"(--nproc-per-node {model_ranks}, or torchrun)"
         )
         return
-    dp = world_size // model_ranks
+    # Of all islands: they share out a step's samples like DP ranks.
+    dp = world_size // (parallel.tp * parallel.pp)
+    if config.outer.method == "stale":
+        dp *= config.outer.islands
     per_step = dp * train.micro_batch_size
     for key, size in (
         ("train.global_batch_size", train.global_batch_size),
@@ -270,7 +277,7 @@ def _train(config: Config) -> Iterator[str]:
     if precision.compute == "float64":
         if precision.ternary_backward == "int8":
             yield "precision.ternary_backward: int8 rounds, precision.compute=float64 is for checks"
-        if precision.gradients != "float32":
+        if precision.gradients == "bfloat16":
             yield "precision.gradients: bfloat16 rounds, precision.compute=float64 is for checks"
     tokens = train.micro_batch_size * data.seq_length
     if precision.ternary_backward == "int8" and tokens > 131_072:
@@ -322,6 +329,8 @@ def _exact(config: Config, world_size: int | None) -> Iterator[str]:
         yield "run.device: parallel.exact=full holds on the CPU only; use cpu"
     if config.precision.gradients != "float32":
         yield "precision.gradients: parallel.exact=full needs float32: one process rounds nothing"
+    if config.outer.method != "none":
+        yield "outer.method: parallel.exact=full is for a world that trains together; use none"
     blocks = tree_blocks(model.num_attention_heads)
     if blocks % parallel.tp:
         yield (
