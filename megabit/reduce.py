@@ -18,8 +18,9 @@ Every collective counts its bytes under a purpose, by the ring algorithms' volum
 end really does, and the time that the rank was blocked in it.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -36,11 +37,13 @@ Purpose = Literal[
     "weights",
     "scales",
     "updates",
+    "outer",
     "control",
 ]
 """What bytes are sent for. *Statistics* are those of tokens (norms, ranges, the loss), *weights*
 are codes and dense replicas, *scales* the sums that make γ, *updates* what is orthogonalised on one
-rank for all (Muon), *control* what ranks agree on."""
+rank for all (Muon), *outer* what islands tell each other of their weights, *control* what ranks
+agree on."""
 
 PROBLEM_BYTES = 2000
 """As much of a message as ranks tell each other."""
@@ -72,6 +75,58 @@ class Pending:
     def done(x: Tensor) -> "Pending":
         """What a collective over one rank gives."""
         return Pending(Axis.single(""), None, lambda: x)
+
+
+@dataclass
+class Chain:
+    """Collectives that follow each other: each begins when what it needs of the one before is here.
+
+    ``go_on`` and ``wait`` begin them. Who holds several chains over the same axes has to let them
+    go on in one order on all ranks (``Line``).
+    """
+
+    pending: Pending
+    following: deque[Callable[[Tensor], Pending]]
+
+    @staticmethod
+    def of(first: Pending, *following: Callable[[Tensor], Pending]) -> "Chain":
+        return Chain(first, deque(following))
+
+    def go_on(self, blocks: bool) -> bool:
+        """Begin what follows, as far as it can be without waiting, or all; whether all is begun."""
+        while self.following and (blocks or self.pending.is_here):
+            self.pending = self.following.popleft()(self.pending.wait())
+        return not self.following
+
+    def wait(self) -> Tensor:
+        """The last result; blocks until it is there. To be called once."""
+        self.go_on(blocks=True)
+        return self.pending.wait()
+
+
+@dataclass
+class Line:
+    """Chains over the same axes: what follows in one begins after all of those before it, so that
+    all ranks begin the collectives of an axis in the same order, whenever they look."""
+
+    _begun: deque[Chain] = field(default_factory=deque)
+
+    def join(self, chain: Chain) -> Chain:
+        """Stand at the end."""
+        self._begun.append(chain)
+        return chain
+
+    def is_here(self, chain: Chain) -> bool:
+        """Whether ``wait`` would not block; lets all go on as far as they can without."""
+        while self._begun and self._begun[0].go_on(blocks=False):
+            self._begun.popleft()
+        return not chain.following and chain.pending.is_here
+
+    def wait(self, chain: Chain) -> Tensor:
+        """The result of ``chain``; blocks until it is there. To be called once."""
+        while chain.following:
+            self._begun.popleft().go_on(blocks=True)
+        return chain.wait()
 
 
 def start_all_reduce(

@@ -12,6 +12,7 @@ from megabit.mesh import Axis, ParallelMesh
 from megabit.reduce import all_gather, all_reduce, start_all_reduce
 
 CPU = torch.device("cpu")
+NOTHING = dict.fromkeys(("tp", "pp", "dp", "dp_inter", "outer", "world"), 0)
 
 
 def members(axis: Axis) -> list[int]:
@@ -91,8 +92,8 @@ def test_one_process_has_no_groups() -> None:
     mesh = ParallelMesh()
     assert all(axis == (1, 0, []) for axis in describe(mesh).values())
     assert mesh.is_main
-    assert mesh.sent_bytes() == {"tp": 0, "pp": 0, "dp": 0, "world": 0}
-    assert mesh.waited_s() == {"tp": 0, "pp": 0, "dp": 0, "world": 0}
+    assert mesh.sent_bytes() == NOTHING
+    assert mesh.waited_s() == NOTHING
     assert mesh.sent() == {}
     assert not dist.is_initialized()
 
@@ -120,7 +121,7 @@ def test_a_second_mesh_in_the_same_process() -> None:
 
     # 2 · (2 − 1)/2 of one int64; the second mesh counts its own.
     assert run_ranks(sums, 4) == [
-        (first, [6], {"tp": 8, "pp": 0, "dp": 0, "world": 0}) for first in ([1], [1], [5], [5])
+        (first, [6], {**NOTHING, "tp": 8}) for first in ([1], [1], [5], [5])
     ]
 
 
@@ -145,7 +146,7 @@ def test_bytes_are_counted_for_the_axes_of_the_layout_and_by_purpose() -> None:
         ("world", "scales"): 4 * 80,
         ("world", "control"): 4 * 160,
     }
-    by_axis = {"tp": 0, "pp": 4 * 10, "dp": 4 * 60, "world": 4 * 240}
+    by_axis = {**NOTHING, "pp": 4 * 10, "dp": 4 * 60, "world": 4 * 240}
     assert run_ranks(sent, 4) == [(by_purpose, by_axis)] * 4
 
 

@@ -2,8 +2,8 @@
 
 Every parameter hands its gradient of a microbatch to its bucket (``ShardedParameter.collect``).
 When the last tensor of a bucket has its last gradient, the bucket's parts travel to the ranks that
-they are for (an all-to-all, in fp32 or bf16), and each rank adds what it gets in fp32, as a tree:
-a reduce-scatter. All ranks of a DP group hold the same tensors and run the same backward pass, so
+they are for, which add what they get in fp32, as a tree: a reduce-scatter (``reduction`` has the
+ways there are). All ranks of a DP group hold the same tensors and run the same backward pass, so
 they start the same buckets in the same order.
 
 ``zero_stage`` 2 does that in every microbatch and adds up only its own part; what travels is a
@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH, BucketLayout, Slot
+from megabit.data_parallel.reduction import GradientReduction, gather_parts
 from megabit.mesh import ParallelMesh
-from megabit.reduce import Pending, all_reduce, start_all_gather, start_all_to_all, tree_sum
+from megabit.reduce import Chain, all_reduce
 
 MAX_IN_FLIGHT = 2
 """Buffers of stage 2 that travel at a time. With the other stages nothing waits for the network
@@ -36,13 +37,17 @@ class Bucket:
     """A bucket and what is in it."""
 
     layout: BucketLayout
+    number: int = 0
+    """Among the stage's buckets."""
+    is_coded: bool = False
+    """Whether its gradients may lose something on their way."""
     sums: Tensor | None = None
     """``[ranks, part]``: the microbatches of the present block."""
     blocks: list[tuple[int, Tensor]] = field(default_factory=list)
     """Sums of earlier blocks: of 2^level blocks each, by falling level."""
     gradients: int = 0
     """How many have been handed over in this step."""
-    travelling: Pending | None = None
+    travelling: Chain | None = None
     total: Tensor | None = None
     """``[held parts, part]``, once the step's gradients are complete: what this rank updates."""
 
@@ -59,7 +64,7 @@ class GradientBuckets:
     buckets: list[Bucket]
     mesh: ParallelMesh
     dtype: torch.dtype
-    wire_dtype: torch.dtype
+    reduction: GradientReduction
     reduces_each_microbatch: bool = False
     gathers_sums: bool = False
     height: int = 0
@@ -80,14 +85,16 @@ class GradientBuckets:
             for slot in bucket.layout.slots:
                 slot.parameter.collect(partial(self._add, bucket, slot))
 
-    def begin_step(self, microbatches: int, blocks: int = 1) -> None:
+    def begin_step(self, microbatches: int, blocks: int = 1, step: int = 0) -> None:
         """Before the first backward pass of a step.
 
         Args:
             microbatches: of this rank.
             blocks: that they are cut into; more than 1 in layout-exact training only.
+            step: its number, 0-based.
         """
         self._microbatches, self._blocks = microbatches, blocks
+        self.reduction.begin_step(step)
         self._squares.clear()
         for bucket in self.buckets:
             bucket.gradients, bucket.total, bucket.travelling = 0, None, None
@@ -110,7 +117,7 @@ class GradientBuckets:
         self.local_square = float(sum(self._squares)) if self._squares else 0.0
         if self.gathers_sums and self.mesh.dp.size > 1:
             gathers = [
-                start_all_gather(bucket.total, self.mesh.dp, "weight gradients")
+                gather_parts(bucket.total, self.mesh.dp, self.mesh.dp_levels, "weight gradients")
                 for bucket in self.buckets
                 if bucket.total is not None
             ]
@@ -160,20 +167,22 @@ class GradientBuckets:
         if self.mesh.dp.size == 1:
             bucket.total = bucket.sums
             return
-        outgoing = bucket.sums.to(self.wire_dtype)
-        is_bounded = self._is_reduced_now(bucket)
+        outgoing, is_bounded = bucket.sums, self._is_reduced_now(bucket)
         if is_bounded:
             bucket.sums = None
             self._receive(bucket)
         self._receive_what_is_here(MAX_IN_FLIGHT - 1 if is_bounded else len(self.buckets))
         self._in_flight.append(bucket)
-        bucket.travelling = start_all_to_all(outgoing, self.mesh.dp, "weight gradients")
+        bucket.travelling = self.reduction.start(
+            outgoing, bucket.layout, bucket.number, bucket.is_coded
+        )
 
     def _receive_what_is_here(self, at_most: int) -> None:
         """Free the buffers of what has come, oldest first, and wait until few enough are left."""
         while self._in_flight:
-            pending = self._in_flight[0].travelling
-            if pending is not None and not pending.is_here and len(self._in_flight) <= at_most:
+            chain = self._in_flight[0].travelling
+            is_here = chain is None or self.reduction.line.is_here(chain)
+            if not is_here and len(self._in_flight) <= at_most:
                 return
             self._receive(self._in_flight.popleft())
 
@@ -181,8 +190,8 @@ class GradientBuckets:
         """Add up what has come from all ranks, if something is under way."""
         if bucket.travelling is None:
             return
-        received, bucket.travelling = bucket.travelling.wait(), None
-        own = tree_sum(received.to(self.dtype)).unsqueeze(0)
+        summed, bucket.travelling = self.reduction.line.wait(bucket.travelling), None
+        own = summed.unsqueeze(0)
         bucket.total = own if bucket.total is None else bucket.total.add_(own)
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from megabit.data_parallel.layout import BucketLayout
 from megabit.data_parallel.masters import Master
+from megabit.data_parallel.reduction import gather_parts
 from megabit.mesh import ParallelMesh
-from megabit.reduce import Pending, start_all_gather
+from megabit.reduce import Chain
 from megabit.tensor_parallel import OwnedElements, TernaryLayer, WeightScale
 from megabit_kernels import TernaryWeight, numerics
 
@@ -60,9 +61,8 @@ class Publisher:
                 self._give(layout, self._local_values(master, share), share)
                 continue
             own = self._own_values(master, share)
-            arrival = _Arrival(
-                self, layout, start_all_gather(own, self.mesh.weights, "weights"), share
-            )
+            gather = gather_parts(own, self.mesh.weights, self.mesh.weights_levels, "weights")
+            arrival = _Arrival(self, layout, gather, share)
             self._arrivals.append(arrival)
             for slot in layout.slots:
                 slot.parameter.expect(arrival.complete)
@@ -161,7 +161,7 @@ class _Arrival:
 
     publisher: Publisher
     layout: BucketLayout
-    values: Pending | None
+    values: Chain | None
     share: float
 
     @torch.no_grad()

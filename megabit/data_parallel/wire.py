@@ -4,6 +4,7 @@ A codec sees one tensor's rows of one bucket part at a time, never more than a r
 it decides: ranks of a TP group that hold the same row (shared KV heads) then lose the same of it.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -44,8 +45,10 @@ def part_bytes(codec: Codec, layout: BucketLayout) -> int:
 
 
 def maxima(parts: Tensor, layout: BucketLayout) -> Tensor:
-    """max|x| of each tensor in ``parts [n, part]``: ``[slots]``."""
-    return torch.stack([_rows(parts, slot).abs().amax() for slot in layout.slots])
+    """max|x| of each tensor in ``parts [n, part]``: ``[slots]``; infinite where one is NaN, which a
+    maximum over ranks may lose (gloo's does)."""
+    found = torch.stack([_rows(parts, slot).abs().amax() for slot in layout.slots])
+    return found.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def encode_parts(

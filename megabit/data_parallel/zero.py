@@ -20,13 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from megabit.config import Config, OptimConfig
+from megabit.config.validate_cluster import COMPRESSED
 from megabit.data_parallel.adam import build_adam, set_hyperparameters
 from megabit.data_parallel.buckets import Bucket, GradientBuckets, tied_totals
-from megabit.data_parallel.layout import Kind, lay_out
+from megabit.data_parallel.codecs import codec_of
+from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH, Kind, lay_out
 from megabit.data_parallel.masters import Master, Piece
 from megabit.data_parallel.muon import Muon, is_muons
 from megabit.data_parallel.probe import WeightCounts, count_changes, own_codes
 from megabit.data_parallel.publish import Publisher
+from megabit.data_parallel.reduction import GradientReduction
 from megabit.mesh import ParallelMesh
 from megabit.reduce import all_reduce
 from megabit.tensor_parallel import (
@@ -98,18 +101,22 @@ class ZeroOptimizer:
         with_muon = config.optim.name == "muon"
         muons = {name for name, _, kind in parameters if with_muon and is_muons(name, kind)}
 
-        def group_of(name: str) -> int:  # a bucket has one optimizer
-            return 2 * chunk_of(name) + (name in muons)
+        reduction = _reduction(config, mesh, dtype)
+        coded = {name for name, p, kind in parameters if is_coded(kind, p.shard.numel, config)}
 
+        def group_of(name: str) -> int:  # a bucket has one optimizer, and one way to travel
+            return 4 * chunk_of(name) + 2 * (name in coded) + (name in muons)
+
+        layouts = lay_out(parameters, mesh.dp.size, config.parallel.bucket_mb, group_of)
         buckets = [
-            Bucket(layout)
-            for layout in lay_out(parameters, mesh.dp.size, config.parallel.bucket_mb, group_of)
+            Bucket(layout, number, layout.slots[0].name in coded)
+            for number, layout in enumerate(layouts)
         ]
         gradients = GradientBuckets(
             buckets,
             mesh,
             dtype,
-            wire_dtype=torch.bfloat16 if config.precision.gradients == "bfloat16" else dtype,
+            reduction,
             reduces_each_microbatch=config.optim.zero_stage == 2 and mesh.dp.size > 1,
             gathers_sums=not is_sharded,
         )
@@ -162,13 +169,13 @@ class ZeroOptimizer:
             bounds = torch.stack(torch.aminmax(rows)).double()
             largest = torch.maximum(largest, bounds.abs().amax())
         largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
-        agreed = all_reduce(largest, mesh.world, "max").item()
+        agreed = all_reduce(largest, mesh.island, "max").item()
         if not math.isfinite(agreed):
             return math.inf
         total = torch.zeros((), dtype=torch.int64, device=mesh.device)
         for rows in owned if counts else []:
             total += square_sum(rows, agreed, num_elements)
-        return numerics.norm_from_fixed_point(all_reduce(total, mesh.world), agreed, num_elements)
+        return numerics.norm_from_fixed_point(all_reduce(total, mesh.island), agreed, num_elements)
 
     @torch.no_grad()
     def clip_values(self, limit: float) -> None:
@@ -262,6 +269,10 @@ class ZeroOptimizer:
         """
         self.publisher.publish(self.masters, share)
 
+    def skip(self) -> None:
+        """Instead of ``step``: drop the gradients. What a codec has lost of them goes with them."""
+        self.gradients.reduction.forget()
+
     def nbytes(self) -> dict[str, int]:
         """Bytes on this rank by what they are: what stays from step to step, and of gradients their
         sums at the end of backward."""
@@ -279,6 +290,29 @@ class ZeroOptimizer:
             return {"momentum": self.muon.momentum[master.weights]}
         state = self.adam.state.get(master.weights, {})
         return {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+
+
+def is_coded(kind: Kind, numel: int, config: Config) -> bool:
+    """Whether gradients of such a tensor lose something on their way over DP.
+
+    Args:
+        numel: of the logical tensor.
+    """
+    is_lossy = config.precision.gradients in COMPRESSED
+    is_matrix = kind in REDUCED_EACH_MICROBATCH
+    return is_lossy and is_matrix and numel >= config.communication.min_numel
+
+
+def _reduction(config: Config, mesh: ParallelMesh, dtype: torch.dtype) -> GradientReduction:
+    wire = config.precision.gradients
+    return GradientReduction(
+        mesh,
+        dtype,
+        wire_dtype=torch.bfloat16 if wire == "bfloat16" else dtype,
+        codec=codec_of(config),
+        with_feedback=config.communication.error_feedback and wire != "ternary",
+        seed=config.train.seed,
+    )
 
 
 def _kind(is_ternary: bool, parameter: ShardedParameter) -> Kind:

@@ -196,8 +196,10 @@ def train_step(
             if optim.clip_grad_value:
                 optimizer.clip_values(optim.clip_grad_value * scale)
             counts = optimizer.step(factor, lr, values.weight_decay, following.share, is_probed)
-        elif following.share != now.share:
-            optimizer.publish(following.share)
+        else:
+            optimizer.skip()
+            if following.share != now.share:
+                optimizer.publish(following.share)
     progress.loss_scale.after_step(overflowed)
     return StepReport(
         loss=loss,
@@ -262,7 +264,7 @@ def forward_backward(
     blocks = 1
     if state.config.parallel.exact == "full":
         blocks = tree_blocks(microbatches * mesh.dp.size) // mesh.dp.size
-    state.optimizer.gradients.begin_step(microbatches, blocks)
+    state.optimizer.gradients.begin_step(microbatches, blocks, step)
     scale = state.progress.loss_scale.value
     pipeline = run_schedule(
         state.schedule_of(microbatches),

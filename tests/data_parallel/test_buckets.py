@@ -11,6 +11,7 @@ from torch import Tensor
 from megabit.data_parallel import GradientBuckets, buckets
 from megabit.data_parallel.buckets import MAX_IN_FLIGHT, Bucket
 from megabit.data_parallel.layout import lay_out
+from megabit.data_parallel.reduction import GradientReduction
 from megabit.launch import run_ranks
 from megabit.mesh import Axis, ParallelMesh
 from megabit.reduce import Pending, Purpose, start_all_to_all
@@ -51,7 +52,7 @@ def make_buckets(
         [Bucket(layout) for layout in lay_out(named, mesh.dp.size, bucket_mb)],  # type: ignore[arg-type]
         mesh,
         FP32,
-        wire_dtype,
+        GradientReduction(mesh, FP32, wire_dtype),
         reduces_each_microbatch=zero_stage == 2,
         gathers_sums=zero_stage == 0,
     )

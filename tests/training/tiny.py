@@ -21,7 +21,7 @@ from megabit.config import Config, load_config
 from megabit.data.batches import Batch
 from megabit.data.prepare import CorpusInfo, prepare_corpus
 from megabit.data_parallel import Piece, ZeroOptimizer
-from megabit.mesh import ParallelMesh
+from megabit.mesh import ParallelMesh, Topology
 from megabit.pipeline.plan import plan_stages
 from megabit.tensor_parallel import ternary_layers
 from megabit.training.shapes import RankShape
@@ -66,7 +66,8 @@ def make_mesh(config: Config) -> ParallelMesh:
     """The mesh of the calling rank; dp follows from the number of ranks."""
     if not dist.is_initialized():
         return ParallelMesh()
-    return ParallelMesh.create(config.parallel.tp, config.parallel.pp, torch.device("cpu"))
+    parallel, topology = config.parallel, Topology.of(config)
+    return ParallelMesh.create(parallel.tp, parallel.pp, torch.device("cpu"), topology=topology)
 
 
 def global_batch(config: Config, step: int) -> Batch:
