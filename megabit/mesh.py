@@ -7,11 +7,12 @@ looks a mesh up: it is made once and passed to whoever communicates.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,15 @@ from megabit.errors import UserError
 
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for others."""
+
+
+class CollectiveCheck(Protocol):
+    """Raises on all ranks of an axis if they are about to call different collectives."""
+
+    def __call__(self, call: str, sent: Sequence[int] = (), received: Sequence[int] = ()) -> None:
+        """``call`` says what it is. ``sent`` and ``received`` are elements to and from each rank,
+        of what is not the same everywhere."""
+        ...
 
 
 @dataclass
@@ -45,6 +55,8 @@ class Axis:
     """Seconds that this rank has been blocked in collectives of the axis so far."""
     calls: int = 0
     """Collectives and exchanges that this rank has waited for so far."""
+    check: "CollectiveCheck | None" = field(default=None, repr=False)
+    """Asked before each collective, if ranks are to compare what they call."""
     _codec: str | None = field(default=None, init=False, repr=False)
 
     def global_rank(self, rank: int) -> int:
@@ -217,9 +229,17 @@ class ParallelMesh:
         Axes live on in whatever used them, often until the interpreter ends. A group that lived as
         long would have threads of its own that the interpreter cannot end: the process would abort.
         """
-        for axes in self._axes().values():
-            for axis in axes:
-                axis.group = None
+        for axis in self.axes():
+            axis.group = None
+
+    def axes(self) -> Iterator[Axis]:
+        """All of them, each once."""
+        return (axis for axes in self._axes().values() for axis in axes)
+
+    @property
+    def dp_intra(self) -> int | None:
+        """DP ranks of the inner level, if there are two."""
+        return None if self.dp_levels is None else self.dp_levels.intra.size
 
     @property
     def is_main(self) -> bool:

@@ -15,7 +15,8 @@ Four kinds of sum, by what they promise:
   order. They occur in backward passes over TP only, never in the forward pass of a ternary model.
 
 Every collective counts its bytes under a purpose, by the ring algorithms' volume, whatever the back
-end really does, and the time that the rank was blocked in it.
+end really does, and the time that the rank was blocked in it. Where the axis has a ``check``, ranks
+compare what they call before it begins (``faults.collective_check``).
 """
 
 from collections import deque
@@ -69,7 +70,8 @@ class Pending:
     @property
     def is_here(self) -> bool:
         """Whether ``wait`` would not block for what others send."""
-        return self.work is None or self.work.is_completed()
+        # What ranks compare before they begin must not begin when a clock says so.
+        return self.work is None or (self.axis.check is None and self.work.is_completed())
 
     @staticmethod
     def done(x: Tensor) -> "Pending":
@@ -112,8 +114,9 @@ class Line:
     _begun: deque[Chain] = field(default_factory=deque)
 
     def join(self, chain: Chain) -> Chain:
-        """Stand at the end."""
-        self._begun.append(chain)
+        """Stand at the end, if anything follows in it."""
+        if chain.following:
+            self._begun.append(chain)
         return chain
 
     def is_here(self, chain: Chain) -> bool:
@@ -136,7 +139,7 @@ def start_all_reduce(
     rank."""
     if axis.group is None:
         return Pending.done(x)
-    axis.count(2 * _others_share(axis) * _num_bytes(x), purpose)
+    _begin(axis, f"all_reduce {op}", x, purpose, 2 * _others_share(axis) * _num_bytes(x))
     work = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
     return Pending(axis, work, lambda: x)
 
@@ -153,7 +156,7 @@ def start_all_gather(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pen
     if axis.group is None:
         return Pending.done(x)
     gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    axis.count(_others_share(axis) * _num_bytes(gathered), purpose)
+    _begin(axis, "all_gather", x, purpose, _others_share(axis) * _num_bytes(gathered))
     work = _all_gather_single(gathered, x.contiguous(), group=axis.group, async_op=True)
     return Pending(axis, work, lambda: gathered)
 
@@ -168,7 +171,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, purpose: Purpose = "control") ->
     if axis.group is None:
         return Pending.done(x)
     own = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    axis.count(_others_share(axis) * _num_bytes(x), purpose)
+    _begin(axis, "reduce_scatter", x, purpose, _others_share(axis) * _num_bytes(x))
     work = _reduce_scatter_single(own, x.contiguous(), group=axis.group, async_op=True)
     return Pending(axis, work, lambda: own)
 
@@ -184,7 +187,7 @@ def start_all_to_all(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pen
     if axis.group is None:
         return Pending.done(x)
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    axis.count(_others_share(axis) * _num_bytes(x), purpose)
+    _begin(axis, "all_to_all", x, purpose, _others_share(axis) * _num_bytes(x))
     work = dist.all_to_all_single(received, x.contiguous(), group=axis.group, async_op=True)
     return Pending(axis, work, lambda: received)
 
@@ -201,6 +204,8 @@ def start_exchange(
     if axis.group is None:
         return Pending.done(x)
     arrived = x.new_empty(sum(received))
+    if axis.check is not None:
+        axis.check(f"exchange {x.dtype} for {purpose}", sent, received)
     axis.count((sum(sent) - sent[axis.rank]) * x.element_size(), purpose)
     work = dist.all_to_all_single(
         arrived, x.contiguous(), [*received], [*sent], group=axis.group, async_op=True
@@ -246,6 +251,15 @@ def start_tree_all_reduce(x: Tensor, axis: Axis, purpose: Purpose = "control") -
     return Pending(axis, scatter.work, gather)
 
 
+def gather_uncounted(row: Tensor, axis: Axis) -> Tensor:
+    """``[n]`` of each rank → ``[size, n]``, outside of all accounts and checks: for what ranks tell
+    each other about their collectives."""
+    assert axis.group is not None
+    gathered = row.new_empty(axis.size * len(row))
+    _all_gather_single(gathered, row, group=axis.group)
+    return gathered.view(axis.size, -1)
+
+
 def own_rows(x: Tensor, axis: Axis) -> Tensor:
     """This rank's part of ``[n · size, …]`` along the first dimension; sends nothing."""
     return x if axis.size == 1 else x.chunk(axis.size)[axis.rank]
@@ -268,8 +282,8 @@ def sum_blocks(values: Tensor, axis: Axis) -> Tensor:
 def broadcast(x: Tensor, source: int, axis: Axis) -> Tensor:
     """Give every rank of ``axis`` the ``x`` that its rank ``source`` has, in place."""
     if axis.group is not None:
-        if axis.rank == source:
-            axis.count((axis.size - 1) * _num_bytes(x), "control")
+        num_bytes = (axis.size - 1) * _num_bytes(x) if axis.rank == source else 0
+        _begin(axis, f"broadcast from {source}", x, "control", num_bytes)
         with axis.waiting():
             dist.broadcast(x, src=axis.global_rank(source), group=axis.group)
     return x
@@ -297,6 +311,14 @@ def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str 
     own[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     texts = (bytes(row).rstrip(b"\0") for row in all_gather(own, axis).tolist())
     return next(text for text in texts if text).decode(errors="replace")
+
+
+def _begin(axis: Axis, kind: str, x: Tensor, purpose: Purpose, num_bytes: float) -> None:
+    """Before each collective: compare it with the other ranks', if that is wanted, and count."""
+    if axis.check is not None:
+        axis.check(f"{kind} {[*x.shape]} {x.dtype} for {purpose}")
+    if num_bytes:
+        axis.count(num_bytes, purpose)
 
 
 def _others_share(axis: Axis) -> float:

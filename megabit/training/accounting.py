@@ -29,18 +29,21 @@ def take_account(
     """
     if state.teacher is not None or state.config.loss.objective != "language_model":
         return None
-    world = state.mesh.world
+    world, ranks = state.mesh.world, state.mesh.island.size
+    islands = world.size // ranks
+    dp_intra = state.mesh.dp_intra
     expected_sent: defaultdict[str, float] = defaultdict(float)
     for kind, count in Counter(map(_kind_of, reports)).items():
-        for key, total in total_traffic(state.config, world.size, state.plan, kind).items():
-            expected_sent[" ".join(key)] += count / len(reports) * total / MB
+        sent = total_traffic(state.config, ranks, state.plan, kind, dp_intra)
+        for key, total in sent.items():
+            expected_sent[" ".join(key)] += islands * count / len(reports) * total / MB
     own_memory = _own_memory(state, reports[-1].next_share)
     by_rank = all_gather(own_memory.unsqueeze(0), world) / MIB
     off_by = (by_rank[:, 0] - by_rank[:, 1]).abs().sum(-1)
     rank = int((off_by if off_by.any() else by_rank[:, 0].sum(-1)).argmax())
     measured, expected = by_rank[rank].tolist()
-    megatron_sent = megatron_traffic(state.config, world.size, state.plan)
-    megatron_memory = megatron_bytes(RankShape(state.config, world.size, rank, state.plan))
+    megatron_sent = megatron_traffic(state.config, ranks, state.plan)
+    megatron_memory = megatron_bytes(RankShape(state.config, ranks, rank % ranks, state.plan))
     return Accounting(
         sent_by_purpose_mb=metrics.sent_by_purpose_mb,
         expected_sent_by_purpose_mb=dict(expected_sent),
@@ -75,9 +78,9 @@ def _own_memory(state: TrainingState, share: float) -> torch.Tensor:
     Args:
         share: λ of the weights that are published.
     """
-    world, optimizer, device = state.mesh.world, state.optimizer, state.mesh.device
+    island, optimizer, device = state.mesh.island, state.optimizer, state.mesh.device
     measured = optimizer.nbytes()
-    shape = RankShape(state.config, world.size, world.rank, state.plan)
+    shape = RankShape(state.config, island.size, island.rank, state.plan)
     expected = resident_bytes(shape, device, has_updated=optimizer.updates > 0, share=share)
     assert measured.keys() == expected.keys()
     rows = [[kinds[kind] for kind in KINDS] for kinds in (measured, expected)]

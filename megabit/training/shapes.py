@@ -5,6 +5,7 @@ model: parameters are listed by the rules of the design, so that a model that is
 noticed.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class Held:
     kind: Kind
     rows: int
     columns: int
+    logical_numel: int
+    """Elements of the whole parameter."""
 
     @property
     def numel(self) -> int:
@@ -52,9 +55,13 @@ class RankShape:
 
     config: Config
     world_size: int
+    """Of its island."""
     rank: int
+    """In its island."""
     plan: StagePlan
     """Of the run; to make it anew takes as long as to prove its schedule."""
+    dp_intra: int | None = None
+    """DP ranks of the inner level, where gradients go in two."""
 
     @property
     def tp(self) -> int:
@@ -114,7 +121,8 @@ class RankShape:
     def microbatches(self) -> int:
         """Of a step, on this rank."""
         train = self.config.train
-        return train.global_batch_size // train.micro_batch_size // self.dp
+        islands = self.config.outer.islands
+        return train.global_batch_size // train.micro_batch_size // self.dp // islands
 
     @property
     def tokens(self) -> int:
@@ -134,7 +142,7 @@ class RankShape:
 
     @property
     def wire_bytes(self) -> int:
-        """Of a gradient on its way over DP."""
+        """Of a gradient on its way over DP, unless it is coded."""
         return 2 if self.config.precision.gradients == "bfloat16" else self.wide_bytes
 
     def parameters(self) -> Iterator[Held]:
@@ -142,7 +150,8 @@ class RankShape:
         it is kept apart from the embedding's: on another stage, or in layout-exact training."""
         model = self.config.model
         tied = model.tie_word_embeddings
-        embedding = Held("matrix", self._width(model.vocab_size), model.hidden_size)
+        hidden, vocab = model.hidden_size, model.vocab_size
+        embedding = Held("matrix", self._width(vocab), hidden, vocab * hidden)
         if self.has_embedding or (self.has_head and tied):
             yield embedding
         for _ in self.layers:
@@ -153,7 +162,7 @@ class RankShape:
                 yield embedding  # as large as the head
         is_apart = self.is_exact or len(self.layouts) > 1
         if is_apart and tied and self.has_embedding and self.has_head:
-            yield Held("second use", embedding.rows, embedding.columns)
+            yield dataclasses.replace(embedding, kind="second use")
 
     def layer_matrices(self) -> Iterator[Held]:
         """Those of ``parameters`` that are matrices of layers."""
@@ -177,23 +186,28 @@ class RankShape:
             model.num_attention_heads, model.num_key_value_heads, self.rank % self.tp, self.tp
         )
         kv = len(split.kv) * model.head_dim
+        all_kv, all_ffn = model.num_key_value_heads * model.head_dim, model.intermediate_size
         placement = model.norm_placement
-        for inputs, columns in (((heads, kv, kv), heads), ((ffn, ffn), ffn)):
+        for inputs, columns, wide in (
+            (((heads, hidden), (kv, all_kv), (kv, all_kv)), heads, hidden),
+            (((ffn, all_ffn), (ffn, all_ffn)), ffn, all_ffn),
+        ):
             if placement != "in_linear":
                 yield self._hidden_gain()
-            for rows in inputs:  # q, k, v; gate, up
-                yield Held(linear, rows, hidden)
+            for rows, all_rows in inputs:  # q, k, v; gate, up
+                yield Held(linear, rows, hidden, all_rows * hidden)
                 if placement == "per_proj":
                     yield self._hidden_gain()
             if placement in ("subln", "per_proj"):
-                yield Held("gain", columns, 1)
-            yield Held(linear, hidden, columns)  # o; down
+                yield Held("gain", columns, 1, wide)
+            yield Held(linear, hidden, columns, hidden * wide)  # o; down
 
     def _hidden_gain(self) -> Held:
         """Of a norm between layers. Under sequence parallelism its gradient is a sum over TP, which
         layout-exact training takes in each microbatch, else the step once."""
         is_partial = self.config.parallel.sequence_parallel and not self.is_exact
-        return Held("partial gain" if is_partial else "gain", self.config.model.hidden_size, 1)
+        size = self.config.model.hidden_size
+        return Held("partial gain" if is_partial else "gain", size, 1, size)
 
     def _width(self, size: int) -> int:
         """This rank's part of a dimension that TP splits."""

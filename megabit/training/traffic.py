@@ -46,6 +46,11 @@ for γ (8 KiB for a median); and six numbers of 8 bytes: tokens that count and a
 loss, and two for the norm.
 Ternary weights for a forward pass at λ < 1 travel as dense matrices do. What Muon sends over the
 stage's ranks is in ``muon_traffic``.
+
+In two levels, of i ranks on each of j hosts, (i−1)·j·P gradients and weights travel on **dp**,
+inside hosts, and (j−1)·P on **dp_inter**, across: 1/i of what one level would send there. Coded
+gradients (``data_parallel.codecs``) have bytes of their own in place of P, in the slower level, and
+4 for each tensor's maximum if the codec needs it.
 """
 
 import dataclasses
@@ -54,7 +59,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from megabit.config import Config
+from megabit.data_parallel.codecs import codec_of
 from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH
+from megabit.data_parallel.zero import is_coded
 from megabit.pipeline.plan import StagePlan
 from megabit.reduce import Purpose
 from megabit.tensor_parallel import TERNARY, Quantization
@@ -135,15 +142,20 @@ def total_traffic(
     world_size: int,
     plan: StagePlan,
     kind: StepKind = USUAL,
+    dp_intra: int | None = None,
 ) -> Sent:
-    """What all ranks together send in a step; see ``step_traffic``."""
+    """What all ranks of an island together send in a step; see ``step_traffic``.
+
+    Args:
+        world_size: of the island.
+    """
     config = kind.of(config)
     tp = config.parallel.tp
     dp = world_size // (tp * config.parallel.pp)
     total: Sent = {}
     for stage in range(0, world_size, tp * dp):
         for rank in range(stage, stage + tp):  # of the first DP rank; others send the same
-            shape = RankShape(config, world_size, rank, plan)
+            shape = RankShape(config, world_size, rank, plan, dp_intra)
             sent = step_traffic(shape, kind)
             for key, num_bytes in sent.items():
                 if key[1] != "updates":  # of which each sends something else
@@ -306,20 +318,44 @@ def _between_stages(shape: RankShape) -> Items:
 
 def _gradients(shape: RankShape) -> Items:
     """For the sums of a step's gradients, a tensor at a time."""
-    dp, wide = shape.dp, shape.wide_bytes
+    dp, wide, codec = shape.dp, shape.wide_bytes, codec_of(shape.config)
+    slow = "dp" if shape.dp_intra is None else "dp_inter"
     for held in shape.parameters():
         part = held.part(dp)
         is_often = shape.sums_travel_each_microbatch and held.kind in REDUCED_EACH_MICROBATCH
         times = shape.microbatches if is_often else 1
-        yield "dp", "weight gradients", times * (dp - 1) * part * shape.wire_bytes
+        sent = part * shape.wire_bytes
+        if codec is None or not is_coded(held.kind, held.logical_numel, shape.config):
+            yield from _over_dp(shape, "weight gradients", times * sent, times * sent)
+        elif dp > 1:
+            coded = codec.tensor_bytes(-(-held.rows // dp), held.columns)
+            yield from _over_dp(shape, "weight gradients", times * sent, times * coded)
+            if codec.needs_maximum:
+                yield slow, "weight gradients", times * all_reduce(4, _outermost(shape))
         if not shape.is_sharded:  # all of them have all sums
-            yield "dp", "weight gradients", (dp - 1) * part * wide
+            yield from _over_dp(shape, "weight gradients", part * wide, part * wide)
         if held.kind == "partial gain":
             yield "tp", "weight gradients", all_reduce(dp * part * wide, shape.tp)
     if shape.config.model.tie_word_embeddings and shape.has_embedding != shape.has_head:
         embedding = next(shape.parameters())
         held_parts = 1 if shape.is_sharded else dp
         yield "pp", "weight gradients", all_reduce(held_parts * embedding.share(dp) * wide, 2)
+
+
+def _over_dp(shape: RankShape, purpose: Purpose, inside: float, across: float) -> Items:
+    """A reduce-scatter to parts, or a gather of parts, of ``inside`` bytes each in a host and of
+    ``across`` in between; in one level, of the latter."""
+    if shape.dp_intra is None:
+        yield "dp", purpose, (shape.dp - 1) * across
+        return
+    hosts = _outermost(shape)
+    yield "dp", purpose, (shape.dp_intra - 1) * hosts * inside
+    yield "dp_inter", purpose, (hosts - 1) * across
+
+
+def _outermost(shape: RankShape) -> int:
+    """Ranks of the slowest level of DP."""
+    return shape.dp if shape.dp_intra is None else shape.dp // shape.dp_intra
 
 
 def _updates(shape: RankShape, of_all: bool = False) -> Items:
@@ -344,7 +380,8 @@ def _weights(shape: RankShape, share: float) -> Items:
         return
     yield "world", "scales", all_reduce(scales, shape.tp * shape.dp)
     for held in parameters:
-        yield "dp", "weights", (shape.dp - 1) * _published_bytes(held, shape, share)
+        published = _published_bytes(held, shape, share)
+        yield from _over_dp(shape, "weights", published, published)
 
 
 def _published_bytes(held: Held, shape: RankShape, share: float) -> int:

@@ -109,17 +109,18 @@ class SmallRun:
         model = Small(getattr(torch, config.precision.compute))
         return SmallRun(mesh, model, ZeroOptimizer.create(model, mesh, config))
 
-    def backward(self, step: int) -> None:
-        """The gradients of this rank's microbatches."""
-        own = tokens(step).chunk(self.mesh.dp.size, dim=1)[self.mesh.dp.rank]
+    def backward(self, step: int, batch: Tensor | None = None) -> None:
+        """The gradients of this rank's microbatches of ``batch``, by default ``tokens``."""
+        batch = tokens(step) if batch is None else batch
+        own = batch.chunk(self.mesh.dp.size, dim=1)[self.mesh.dp.rank]
         self.optimizer.gradients.begin_step(own.shape[1])
         for inputs, targets in own.unbind(1):
-            (self.model(inputs, targets) / (MICROBATCHES * TOKENS)).backward()
+            (self.model(inputs, targets) / batch[0].numel()).backward()
         self.optimizer.finish_gradients()
 
-    def step(self, step: int) -> float:
+    def step(self, step: int, batch: Tensor | None = None) -> float:
         """A whole step; returns the norm of its gradient."""
-        self.backward(step)
+        self.backward(step, batch)
         norm = self.optimizer.gradient_norm(NUM_ELEMENTS)
         self.optimizer.step(min(1.0, CLIP / norm), *hyperparameters(step))
         return norm
@@ -198,11 +199,13 @@ class PlainRun:
         ]
         return PlainRun(weights, torch.optim.AdamW(groups, betas=BETAS, foreach=False, fused=False))
 
-    def step(self, step: int) -> float:
-        """A step over all microbatches; returns the norm of its gradient."""
+    def step(self, step: int, batch: Tensor | None = None) -> float:
+        """A step over all microbatches of ``batch``, by default ``tokens``; returns the norm of its
+        gradient."""
+        batch = tokens(step) if batch is None else batch
         self.adam.zero_grad()
-        for inputs, targets in tokens(step).unbind(1):
-            (plain_loss(self.weights, inputs, targets) / (MICROBATCHES * TOKENS)).backward()
+        for inputs, targets in batch.unbind(1):
+            (plain_loss(self.weights, inputs, targets) / batch[0].numel()).backward()
         gradients = [w.grad for w in self.weights.values() if w.grad is not None]
         norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
         for gradient in gradients:  # torch's own clipping adds 1e-6 to the norm

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megabit.data_parallel import GradientBuckets, buckets
+from megabit.data_parallel import GradientBuckets, reduction
 from megabit.data_parallel.buckets import MAX_IN_FLIGHT, Bucket
 from megabit.data_parallel.layout import lay_out
 from megabit.data_parallel.reduction import GradientReduction
@@ -300,7 +300,7 @@ def measure_held(zero_stage: int, monkeypatch: pytest.MonkeyPatch) -> Held:
         travelling.append((weakref.ref(pending), x.nbytes + pending.finish().nbytes))
         return pending
 
-    monkeypatch.setattr(buckets, "start_all_to_all", start)
+    monkeypatch.setattr(reduction, "start_all_to_all", start)
     gradients = make_buckets(parameters, mesh, ONE_EACH, zero_stage)
 
     def held() -> int:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megabit.data_parallel import buckets, publish
+from megabit.data_parallel import publish, reduction
 from megabit.data_parallel.layout import BucketLayout
 from megabit.launch import run_ranks
 from megabit.mesh import Axis
-from megabit.reduce import Pending, Purpose, start_all_to_all
+from megabit.reduce import Chain, Pending, Purpose, start_all_to_all
 from megabit.training.step import TrainingState, forward_backward, train_step
 from tests.data_parallel.small import (
     SHAPES,
@@ -50,10 +50,10 @@ def watch_arrivals(publisher: publish.Publisher, log: Log) -> dict[str, Watched]
     """Replace what is on its way; by the names of the buckets, in the order of their start."""
     watched = {}
     for arrival in publisher._arrivals:
-        pending, name = arrival.values, names(arrival.layout)
-        assert pending is not None
-        arrival.values = Watched(pending.axis, pending.work, pending.finish, name, log)
-        watched[name] = arrival.values
+        assert arrival.values is not None
+        pending, name = arrival.values.pending, names(arrival.layout)
+        watched[name] = Watched(pending.axis, pending.work, pending.finish, name, log)
+        arrival.values = Chain.of(watched[name])
     return watched
 
 
@@ -136,7 +136,7 @@ def watch_gradients(state: TrainingState, log: Log, monkeypatch: pytest.MonkeyPa
         log.append(("sent", purpose))
         return start_all_to_all(x, axis, purpose)
 
-    monkeypatch.setattr(buckets, "start_all_to_all", start)
+    monkeypatch.setattr(reduction, "start_all_to_all", start)
 
 
 def _logged(collector: Callable[[Tensor], None], name: str, log: Log) -> Callable[[Tensor], None]:
