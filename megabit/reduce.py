@@ -151,14 +151,28 @@ def all_reduce(
     return start_all_reduce(x, axis, purpose, op).wait()
 
 
-def start_all_gather(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Pending:
-    """Begin ``[n, …]`` of each rank → ``[n · size, …]`` in rank order, on every rank."""
+def start_all_gather(
+    x: Tensor, axis: Axis, purpose: Purpose = "control", is_counted: bool = False
+) -> Pending:
+    """Begin ``[n, …]`` of each rank → ``[n · size, …]`` in rank order, on every rank.
+
+    Args:
+        is_counted: whether its bytes are counted already (``count_all_gather``).
+    """
     if axis.group is None:
         return Pending.done(x)
     gathered = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    _begin(axis, "all_gather", x, purpose, _others_share(axis) * _num_bytes(gathered))
+    sent = 0.0 if is_counted else _others_share(axis) * _num_bytes(gathered)
+    _begin(axis, "all_gather", x, purpose, sent)
     work = _all_gather_single(gathered, x.contiguous(), group=axis.group, async_op=True)
     return Pending(axis, work, lambda: gathered)
+
+
+def count_all_gather(num_bytes: int, axis: Axis, purpose: Purpose) -> None:
+    """Count an all-gather of so many bytes from each rank now, which begins later: it belongs to
+    the step that asked for it."""
+    if axis.group is not None:
+        axis.count((axis.size - 1) * num_bytes, purpose)
 
 
 def all_gather(x: Tensor, axis: Axis, purpose: Purpose = "control") -> Tensor:
@@ -301,16 +315,31 @@ def is_same(value: bytes, axis: Axis, device: torch.device) -> bool:
     return bool((values == values[0]).all())
 
 
+def gather_bytes(value: bytes, axis: Axis, device: torch.device) -> list[bytes]:
+    """``value`` of each rank of ``axis``, in rank order; they may be of different lengths."""
+    sizes = all_gather(torch.tensor([len(value)], device=device), axis).tolist()
+    own = torch.zeros(1, max(1, *sizes), dtype=torch.uint8)
+    own[0, : len(value)] = torch.tensor(list(value), dtype=torch.uint8)
+    rows = all_gather(own.to(device), axis).tolist()
+    return [bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
 def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:
     """What went wrong on the lowest rank of ``axis`` on which something did, or None: the same on
     every rank, so that all of them go on or all of them stop."""
+    return next(iter(all_problems(problem, axis, device)), None)
+
+
+def all_problems(problem: str | None, axis: Axis, device: torch.device) -> list[str]:
+    """What went wrong on the ranks of ``axis``, in their order and each once: the same list on
+    every rank, empty if nothing did."""
     if not any_rank(problem is not None, axis, device):
-        return None
+        return []
     text = (problem or "").encode()[:PROBLEM_BYTES]
     own = torch.zeros(1, PROBLEM_BYTES, dtype=torch.uint8, device=device)
     own[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     texts = (bytes(row).rstrip(b"\0") for row in all_gather(own, axis).tolist())
-    return next(text for text in texts if text).decode(errors="replace")
+    return [text.decode(errors="replace") for text in dict.fromkeys(texts) if text]
 
 
 def _begin(axis: Axis, kind: str, x: Tensor, purpose: Purpose, num_bytes: float) -> None:

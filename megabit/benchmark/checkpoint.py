@@ -27,7 +27,8 @@ from megabit.checkpoint import CheckpointStore, Part
 from megabit.config import Config
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
-from megabit.training.resume import manifest_of, training_parts
+from megabit.training.more_state import training_parts
+from megabit.training.resume import manifest_of
 from megabit.training.snapshot import ternary_parts
 from megabit.training.step import TrainingState, train_step
 

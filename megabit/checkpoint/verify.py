@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -25,12 +27,59 @@ ADAM_KINDS = ("master", "exp_avg", "exp_avg_sq")
 MUON_KINDS = ("master", "momentum")
 MASTER_KINDS = (*ADAM_KINDS, "momentum")
 """What a training checkpoint has of a logical tensor, ``kind/name``: by AdamW, by Muon, in all."""
+MAX_ISLANDS = 4096
+"""More is no run's, and a manifest is not trusted with memory."""
 CODES, SCALE = "codes", "scale"
 """What a ternary checkpoint has of a ternary weight: ``name.codes`` and ``name.scale``."""
 
 
+@dataclass(frozen=True)
+class MoreTensors:
+    """What a training checkpoint has beside masters and moments; ``Manifest.run`` says so."""
+
+    islands: int = 1
+    """Of each but the first, ``kind/name`` is called ``island{i}.kind/name``."""
+    shared_kinds: Sequence[str] = ()
+    """Of every tensor, the same for all islands: what an outer optimizer keeps."""
+    own_kinds: Sequence[str] = ()
+    """Of every tensor, for each island."""
+    partial_kinds: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """For each island, of some tensors: what a codec has lost."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @staticmethod
+    def of(run: Mapping[str, Any]) -> "MoreTensors":
+        """As saved; nothing in older checkpoints.
+
+        Raises:
+            DamagedCheckpoint: it is something else.
+        """
+        saved = run.get("more_tensors", {})
+        try:
+            more = MoreTensors(**saved)
+            is_well = 1 <= int(more.islands) <= MAX_ISLANDS
+            kinds = [*more.shared_kinds, *more.own_kinds, *more.partial_kinds]
+            names = [name for each in more.partial_kinds.values() for name in each]
+            is_well &= all(isinstance(text, str) for text in (*kinds, *names))
+        except (TypeError, ValueError, AttributeError):
+            is_well = False
+        if not is_well:
+            raise DamagedCheckpoint(f"{MANIFEST}: has no readable more_tensors")
+        return more
+
+    def in_island(self, island: int, kind: str) -> str:
+        """What ``kind`` is called for an island."""
+        return kind if island == 0 or kind in self.shared_kinds else f"island{island}.{kind}"
+
+
 def expected_tensors(
-    kind: Kind, model: ModelConfig, has_moments: bool = True, optimizer: str = "adamw"
+    kind: Kind,
+    model: ModelConfig,
+    has_moments: bool = True,
+    optimizer: str = "adamw",
+    more: MoreTensors | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what a checkpoint of ``model`` holds.
 
@@ -41,10 +90,17 @@ def expected_tensors(
     tensors = logical_tensors(model)
     if kind == "training":
         count = None if has_moments else 1
+        more = more or MoreTensors()
         return {
-            f"{k}/{name}": tensor.shape
+            f"{more.in_island(island, k)}/{name}": tensor.shape
             for name, tensor in tensors.items()
-            for k in _kinds(name, tensor, optimizer)[:count]
+            for island in range(more.islands)
+            for k in (
+                *_kinds(name, tensor, optimizer)[:count],
+                *more.shared_kinds,
+                *more.own_kinds,
+                *(partial for partial, names in more.partial_kinds.items() if name in names),
+            )
         }
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
@@ -109,8 +165,9 @@ def check_tensors(folder: Path, manifest: Manifest) -> None:
                 f"{folder}: has {len(reader.tensors)} tensors, too few for a model of "
                 f"{manifest.model.num_hidden_layers} layers"
             )
+        more = MoreTensors.of(manifest.run)
         expected = expected_tensors(
-            manifest.kind, manifest.model, manifest.updates > 0, optimizer_of(manifest)
+            manifest.kind, manifest.model, manifest.updates > 0, optimizer_of(manifest), more
         )
         problems = [
             *_wrong_names({*reader.tensors}, {*expected}),

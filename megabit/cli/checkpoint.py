@@ -180,7 +180,7 @@ def _list(folder: "CheckpointFolder") -> "Table":
 def _show(path: Path, lists_tensors: bool, console: "Console") -> None:
     from megabit.checkpoint import Manifest
     from megabit.checkpoint.reader import TensorReader
-    from megabit.checkpoint.verify import expected_tensors, optimizer_of
+    from megabit.checkpoint.verify import MoreTensors, expected_tensors, optimizer_of
 
     manifest = Manifest.read(path)
     console.print(f"{path}", style="bold", soft_wrap=True)
@@ -193,7 +193,8 @@ def _show(path: Path, lists_tensors: bool, console: "Console") -> None:
     with TensorReader(path) as reader:
         # In the order of the forward pass; names that are none of the model's come last.
         optimizer = optimizer_of(manifest)
-        known = expected_tensors(manifest.kind, manifest.model, optimizer=optimizer)
+        more = MoreTensors.of(manifest.run)
+        known = expected_tensors(manifest.kind, manifest.model, optimizer=optimizer, more=more)
         names = [
             *(n for n in known if n in reader.tensors),
             *(reader.tensors.keys() - known.keys()),
@@ -239,12 +240,12 @@ def _differences(saved: Any) -> list[str]:
 
 def _tensor_groups(reader: "TensorReader", names: Sequence[str]) -> "Table":
     """How much there is of masters, moments, codes, scales and dense weights."""
-    from megabit.checkpoint.verify import CODES, MASTER_KINDS, SCALE
+    from megabit.checkpoint.verify import CODES, SCALE
 
     groups: dict[tuple[str, str], tuple[int, int]] = {}
     for name in names:
         kind = name.split("/")[0] if "/" in name else name.rpartition(".")[2]
-        label = kind if kind in (*MASTER_KINDS, CODES, SCALE) else "dense"
+        label = kind if "/" in name or kind in (CODES, SCALE) else "dense"
         size = prod(reader.shape(name)) * reader.dtype(name).itemsize
         key = label, _dtype(reader, name)
         count, total = groups.get(key, (0, 0))

@@ -29,6 +29,7 @@ from megabit.reduce import (
     Line,
     Pending,
     Purpose,
+    count_all_gather,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
@@ -120,12 +121,17 @@ class GradientReduction:
         self, parts: Tensor, layout: BucketLayout, number: int, is_coded: bool, axis: Axis
     ) -> Chain:
         """Sum ``[axis.size, part]`` over ``axis``."""
-        if self.codec is None or not is_coded:
-            swap = start_all_to_all(parts.to(self.wire_dtype), axis, "weight gradients")
-            return Chain.of(
-                Pending(axis, swap.work, lambda: tree_sum(swap.finish().to(self.dtype)))
-            )
+
+        def exchange_whole(values: Tensor) -> Pending:
+            swap = start_all_to_all(values.to(self.wire_dtype), axis, "weight gradients")
+            return Pending(axis, swap.work, lambda: tree_sum(swap.finish().to(self.dtype)))
+
         codec = self.codec
+        if codec is None or not is_coded:
+            if codec is None or not codec.needs_maximum:
+                return Chain.of(exchange_whole(parts))
+            # In line, behind the exchanges of buckets before it, which wait for their maxima.
+            return Chain.of(Pending.done(parts), exchange_whole)
         parts = self._with_lost(parts, layout, number)
         generator = self._generator(parts.device, number)
 
@@ -172,9 +178,10 @@ def gather_parts(own: Tensor, axis: Axis, levels: Levels | None, purpose: Purpos
     if levels is None:
         return Chain.of(start_all_gather(own, axis, purpose))
     intra, inter = levels.intra, levels.inter
+    count_all_gather(inter.size * own.nbytes, intra, purpose)
 
     def inside(of_hosts: Tensor) -> Pending:
-        gather = start_all_gather(of_hosts.unsqueeze(0), intra, purpose)
+        gather = start_all_gather(of_hosts.unsqueeze(0), intra, purpose, is_counted=True)
         # [intra, inter, n] → part j·intra + i is that of rank i of host j.
         return Pending(
             intra, gather.work, lambda: gather.finish().transpose(0, 1).flatten(0, 1).contiguous()

@@ -54,7 +54,8 @@ def plan_stages(config: Config, dp: int, lookahead: int = LOOKAHEAD) -> StagePla
             fit its stages.
     """
     parallel, train = config.parallel, config.train
-    microbatches = train.global_batch_size // train.micro_batch_size // dp
+    replicas = dp * config.outer.islands
+    microbatches = train.global_batch_size // train.micro_batch_size // replicas
     schedule = make_schedule(
         parallel.schedule, parallel.pp, microbatches, parallel.chunks, lookahead
     )

@@ -24,10 +24,12 @@ def take_account(
     """Of the steps of an interval, whose ``metrics`` have what was sent, and of the memory of
     the rank that keeps most, or that differs most from what it should; collective over the world.
 
-    None where there is no formula: with a teacher, whose forward passes send and keep more, and
-    without an output head.
+    None where there is no formula: with a teacher, whose forward passes send and keep more, without
+    an output head, and where islands of several ranks meet, which publish once more then.
     """
     if state.teacher is not None or state.config.loss.objective != "language_model":
+        return None
+    if state.outer is not None and state.mesh.island.size > 1:
         return None
     world, ranks = state.mesh.world, state.mesh.island.size
     islands = world.size // ranks
@@ -37,6 +39,11 @@ def take_account(
         sent = total_traffic(state.config, ranks, state.plan, kind, dp_intra)
         for key, total in sent.items():
             expected_sent[" ".join(key)] += islands * count / len(reports) * total / MB
+    if state.outer is not None:
+        steps = range(metrics.step - len(reports) + 1, metrics.step + 1)
+        own = sum(state.outer.expected_bytes(step) for step in steps) / len(reports) / MB
+        over_islands = torch.tensor(own, dtype=torch.float64, device=state.mesh.device)
+        expected_sent["outer outer"] = float(all_reduce(over_islands, world))
     own_memory = _own_memory(state, reports[-1].next_share)
     by_rank = all_gather(own_memory.unsqueeze(0), world) / MIB
     off_by = (by_rank[:, 0] - by_rank[:, 1]).abs().sum(-1)

@@ -9,27 +9,28 @@ are kept beside the weights are in ``progress``.
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from megabit.checkpoint import (
-    MASTER_KINDS,
-    Checkpoint,
-    Manifest,
-    Part,
-    TensorReader,
-    on_all_ranks,
-)
+from megabit.checkpoint import Checkpoint, Manifest, on_all_ranks
 from megabit.checkpoint.manifest import QUANTIZATION_SHARE
 from megabit.config import Config, leaves
 from megabit.data.step_plan import SampleWindows, StepPlan
 from megabit.errors import UserError
+from megabit.retry import Retry
+from megabit.training.more_state import (
+    begins_anew,
+    more_of_manifest,
+    restore_tensors,
+    saved_island,
+)
 from megabit.training.schedule import quantization_share
 from megabit.training.step import TrainingState
 
 
 def manifest_of(state: TrainingState, step: int, corpus_fingerprint: str) -> Manifest:
-    """Of a training checkpoint after ``step`` steps."""
+    """Of a training checkpoint after ``step`` steps; collective."""
     config, mesh, model = state.config, state.mesh, state.config.model
     if state.progress.full_precision_activations:  # what the model is from now on
         model = dataclasses.replace(model, activations="full")
@@ -47,23 +48,9 @@ def manifest_of(state: TrainingState, step: int, corpus_fingerprint: str) -> Man
             "state": state.progress.state(),
             "measures": state.progress.measures(),
             "layout": {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size},
+            **more_of_manifest(state),
         },
     )
-
-
-def training_parts(state: TrainingState) -> list[Part]:
-    """What this rank saves: over all ranks, every element of masters and moments once."""
-    return [
-        Part(
-            f"{kind}/{piece.name}",
-            piece.shard.shape,
-            tuple(part.start for part in piece.index),
-            piece.tensors[kind],
-        )
-        for piece in state.optimizer.pieces(owned=True)
-        for kind in MASTER_KINDS
-        if kind in piece.tensors
-    ]
 
 
 def check_resumable(config: Config, checkpoint: Checkpoint, corpus_fingerprint: str) -> None:
@@ -136,26 +123,25 @@ def _skips(config: Config, checkpoint: Checkpoint) -> Iterator[str]:
 
 
 @torch.no_grad()
-def restore(state: TrainingState, checkpoint: Checkpoint) -> int:
+def restore(state: TrainingState, checkpoint: Checkpoint, retry: Retry | None = None) -> int:
     """Load a checkpoint that was verified; returns the number of steps done. Collective.
 
     Each rank reads its own slices, whatever the layout that wrote them. What belongs to the weights
     in ``state.progress`` goes with them; the measures of the guard do not.
+
+    Args:
+        retry: how reads are tried again.
     """
-    optimizer = state.optimizer
-    optimizer.begin_restore(checkpoint.manifest.updates)
-
-    def read() -> None:
-        with TensorReader(checkpoint.path) as reader:
-            for piece in optimizer.pieces():
-                for kind in MASTER_KINDS:
-                    if kind in piece.tensors:
-                        reader.read_into(piece.tensors[kind], f"{kind}/{piece.name}", piece.index)
-
-    on_all_ranks(read, state.mesh)
+    optimizer, retry = state.optimizer, retry or Retry()
+    island, own = saved_island(state, checkpoint)
+    optimizer.begin_restore(own["updates"])
+    read = partial(restore_tensors, state, checkpoint, island)
+    on_all_ranks(lambda: retry(read, f"reading {checkpoint.path}"), state.mesh)
     step = checkpoint.manifest.step
-    state.progress.restore_state(checkpoint.manifest.run.get("state", {}))
+    state.progress.restore_state(own["state"])
     optimizer.publish(state.quantization_of(step).share)
+    if state.outer is not None and begins_anew(checkpoint):
+        state.outer.begin()
     return step
 
 

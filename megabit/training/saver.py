@@ -22,7 +22,8 @@ from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.errors import RunError
 from megabit.telemetry import Event, MetricsLog
-from megabit.training.resume import manifest_of, training_parts
+from megabit.training.more_state import training_parts
+from megabit.training.resume import manifest_of
 from megabit.training.snapshot import ternary_parts
 from megabit.training.step import TrainingState
 

@@ -22,6 +22,7 @@ from megabit.data_parallel import ZeroOptimizer
 from megabit.errors import RunError
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStages, build_stages, num_parameters
+from megabit.outer.opening import Outer, open_outer
 from megabit.pipeline.actions import Schedule
 from megabit.pipeline.catalog import make_schedule
 from megabit.pipeline.communicate import lookahead_on
@@ -55,6 +56,8 @@ class TrainingState:
     progress: Progress
     teacher: Teacher | None = None
     """What the objective learns from, if it does."""
+    outer: Outer | None = None
+    """What brings islands together, if there are any."""
     schedules: dict[int, Schedule] = field(default_factory=dict)
     """By the microbatches of a rank in a step: while the batch grows there are several."""
 
@@ -74,7 +77,7 @@ class TrainingState:
         teacher = open_teacher(config, mesh)
         stages = build_stages(config, mesh, plan)
         weight = stages.embedding_weight
-        return TrainingState(
+        state = TrainingState(
             config=config,
             mesh=mesh,
             plan=plan,
@@ -92,6 +95,16 @@ class TrainingState:
             teacher=teacher,
             schedules={plan.schedule.microbatches: plan.schedule},
         )
+        state.outer = open_outer(config, state.optimizer)
+        return state
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which of how many equal runs of a step's samples is this rank's: islands share them out,
+        and DP ranks in each."""
+        outer, dp = self.config.outer, self.mesh.dp
+        island = outer.island if outer.method == "stale" else self.mesh.outer.rank
+        return island * dp.size + dp.rank, outer.islands * dp.size
 
     def schedule_of(self, microbatches: int) -> Schedule:
         """The pipeline schedule of a step with so many of them on this rank."""
@@ -259,7 +272,7 @@ def forward_backward(
     if objective.num_targets == 0:
         raise RunError("a step has no target token: every prediction of its samples is masked")
     microbatches = len(batch.inputs)
-    first = mesh.dp.rank * microbatches
+    first = state.place[0] * microbatches
     seed = state.config.train.seed
     blocks = 1
     if state.config.parallel.exact == "full":

@@ -7,7 +7,8 @@ from pathlib import Path
 from megabit.checkpoint import CheckpointStore
 from megabit.config import Config
 from megabit.launch import run_ranks
-from megabit.training.resume import manifest_of, training_parts
+from megabit.training.more_state import training_parts
+from megabit.training.resume import manifest_of
 from megabit.training.snapshot import ternary_parts
 from megabit.training.step import TrainingState, train_step
 from tests.training.tiny import make_mesh, own_batch, tiny, tiny_corpus

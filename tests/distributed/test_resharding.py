@@ -12,7 +12,8 @@ from megabit.checkpoint import CheckpointStore
 from megabit.config import Config
 from megabit.launch import run_ranks
 from megabit.tensor_parallel import ternary_layers
-from megabit.training.resume import manifest_of, restore, training_parts
+from megabit.training.more_state import training_parts
+from megabit.training.resume import manifest_of, restore
 from megabit.training.step import TrainingState, train_step
 from tests.training.tiny import Owned, logical, make_mesh, own_batch, owned, tiny
 

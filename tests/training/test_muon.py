@@ -13,7 +13,8 @@ from megabit.config import Config
 from megabit.launch import run_ranks
 from megabit.pipeline.plan import plan_stages
 from megabit.training.memory import resident_bytes
-from megabit.training.resume import manifest_of, restore, training_parts
+from megabit.training.more_state import training_parts
+from megabit.training.resume import manifest_of, restore
 from megabit.training.step import TrainingState, train_step
 from megabit.training.traffic import Sent, StepKind, step_traffic, total_traffic
 from tests.training.tiny import Owned, logical, make_mesh, own_batch, shape_of, tiny
