@@ -46,7 +46,11 @@ class Master:
 
     @staticmethod
     def of(
-        bucket: Bucket, values: Mapping[str, Tensor], mesh: ParallelMesh, is_sharded: bool
+        bucket: Bucket,
+        values: Mapping[str, Tensor],
+        mesh: ParallelMesh,
+        is_sharded: bool,
+        dtype: torch.dtype,
     ) -> "Master":
         """This rank's parts of the local tensors ``values``, by name; zeros where there is none.
 
@@ -55,7 +59,6 @@ class Master:
         """
         layout = bucket.layout
         first, count = (mesh.dp.rank, 1) if is_sharded else (0, layout.ranks)
-        dtype = next(iter(values.values())).dtype
         weights = torch.zeros((count, layout.part), dtype=dtype, device=mesh.device)
         master = Master(bucket, first, nn.Parameter(weights))
         for slot in layout.slots:

@@ -15,6 +15,7 @@ With *error feedback* a rank adds what the codec has lost of its last message to
 arrives. What is lost is kept here, in fp32, and saved with the run.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -95,6 +96,27 @@ class GradientReduction:
         """Drop what was lost: the step that it belongs to is not applied. So is what was lost
         before, which its messages have taken along."""
         self.lost.clear()
+
+    def take_lost(self) -> dict[str, Tensor]:
+        """What was lost, by tensor: ``[messages, elements]``; nothing is left."""
+        by_tensor = {
+            slot.name: lost.values[:, slot.offset : slot.offset + slot.size].clone()
+            for lost in self.lost.values()
+            for slot in lost.layout.slots
+        }
+        self.lost.clear()
+        return by_tensor
+
+    def give_lost(self, by_tensor: Mapping[str, Tensor], layouts: Sequence[BucketLayout]) -> None:
+        """The same for other buckets, by their numbers."""
+        for number, layout in enumerate(layouts):
+            own = [slot for slot in layout.slots if slot.name in by_tensor]
+            if own:
+                first = by_tensor[own[0].name]
+                values = first.new_zeros((len(first), layout.part))
+                for slot in own:
+                    values[:, slot.offset : slot.offset + slot.size] = by_tensor[slot.name]
+                self.lost[number] = Lost(layout, values)
 
     @property
     def senders(self) -> tuple[int, int]:

@@ -13,13 +13,13 @@ ranks changes them.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from megabit.config import Config, OptimConfig
+from megabit.config import Config
 from megabit.config.validate_cluster import COMPRESSED
 from megabit.data_parallel.adam import build_adam, set_hyperparameters
 from megabit.data_parallel.buckets import Bucket, GradientBuckets, tied_totals
@@ -58,6 +58,8 @@ class ZeroOptimizer:
     """Updates what AdamW does not; None where AdamW updates everything."""
     updates: int = 0
     """How often weights were updated; steps that were skipped do not count."""
+    plan: "_BucketPlan" = field(kw_only=True)
+    """How tensors are put into buckets."""
 
     @staticmethod
     def create(
@@ -99,42 +101,59 @@ class ZeroOptimizer:
             parameters.append(("second use", tied[1], "second use"))
         is_sharded = config.optim.zero_stage > 0 and mesh.dp.size > 1
         with_muon = config.optim.name == "muon"
-        muons = {name for name, _, kind in parameters if with_muon and is_muons(name, kind)}
-
-        reduction = _reduction(config, mesh, dtype)
-        coded = {name for name, p, kind in parameters if is_coded(kind, p.shard.numel, config)}
-
-        def group_of(name: str) -> int:  # a bucket has one optimizer, and one way to travel
-            return 4 * chunk_of(name) + 2 * (name in coded) + (name in muons)
-
-        layouts = lay_out(parameters, mesh.dp.size, config.parallel.bucket_mb, group_of)
-        buckets = [
-            Bucket(layout, number, layout.slots[0].name in coded)
-            for number, layout in enumerate(layouts)
-        ]
+        plan = _BucketPlan(
+            config,
+            mesh,
+            parameters,
+            is_sharded,
+            muons={name for name, _, kind in parameters if with_muon and is_muons(name, kind)},
+            coded={n for n, p, kind in parameters if is_coded(kind, p.shard.numel, config)},
+            chunk_of=chunk_of,
+        )
+        buckets = plan.buckets(config.parallel.bucket_mb)
         gradients = GradientBuckets(
             buckets,
             mesh,
             dtype,
-            reduction,
+            _reduction(config, mesh, dtype),
             reduces_each_microbatch=config.optim.zero_stage == 2 and mesh.dp.size > 1,
             gathers_sums=not is_sharded,
         )
-        masters = [Master.of(bucket, values, mesh, is_sharded) for bucket in buckets]
-        names = [name for name, _, _ in parameters]
+        masters = [Master.of(bucket, values, mesh, is_sharded, dtype) for bucket in buckets]
         optimizer = ZeroOptimizer(
             mesh,
             gradients,
             masters,
-            _adam([master for master in masters if master.name not in muons], config.optim),
+            plan.adam(masters),
             Publisher(mesh, layers, compute_dtype, is_sharded, WeightScale.of(config.model)),
             tied,
             is_sharded,
-            _muon(masters, muons, names, mesh, config.optim, is_sharded),
+            plan.muon(masters),
+            plan=plan,
         )
         gradients.collect()
         optimizer.publisher.publish(masters, share)
         return optimizer
+
+    @torch.no_grad()
+    def relayout(self, bucket_mb: float) -> None:
+        """Put everything into buckets of another size; collective over the stage. No bit of any
+        update changes by it: a rank has the same rows of each tensor in any bucket, and all sums
+        are of single elements. Between two steps only."""
+        self.publisher.settle()
+        kept = {(p.name, p.rows.start): _copied(p.tensors) for p in self.pieces()}
+        lost = self.gradients.reduction.take_lost()
+        buckets = self.plan.buckets(bucket_mb)
+        dtype = self.gradients.dtype
+        self.masters = [Master.of(b, {}, self.mesh, self.is_sharded, dtype) for b in buckets]
+        self.gradients.buckets = buckets
+        self.adam, self.muon = self.plan.adam(self.masters), self.plan.muon(self.masters)
+        self.begin_restore(self.updates)
+        for piece in self.pieces():
+            for kind, values_of in kept[piece.name, piece.rows.start].items():
+                piece.tensors[kind].copy_(values_of)
+        self.gradients.reduction.give_lost(lost, [bucket.layout for bucket in buckets])
+        self.gradients.collect()
 
     def finish_gradients(self) -> None:
         """Complete the sums of this rank's parts; collective over DP, and over the two pipeline
@@ -323,24 +342,50 @@ def _kind(is_ternary: bool, parameter: ShardedParameter) -> Kind:
     return "partial gain" if parameter.shard.grad_is_partial else "gain"
 
 
-def _adam(masters: list[Master], optim: OptimConfig) -> torch.optim.Optimizer:
-    decays = [m.bucket.layout.kind in ("ternary", "matrix") for m in masters]
-    weights = [*zip(masters, decays, strict=True)]
-    return build_adam(
-        [m.weights for m, d in weights if d], [m.weights for m, d in weights if not d], optim
-    )
+@dataclass(frozen=True)
+class _BucketPlan:
+    """The tensors of a rank's stages, and what decides which of them share a bucket."""
+
+    config: Config
+    mesh: ParallelMesh
+    parameters: Sequence[tuple[str, ShardedParameter, Kind]]
+    is_sharded: bool
+    muons: Collection[str]
+    """Names of what Muon updates."""
+    coded: Collection[str]
+    """Names of what travels coded."""
+    chunk_of: Callable[[str], int]
+
+    def buckets(self, bucket_mb: float) -> list[Bucket]:
+        def group_of(name: str) -> int:  # a bucket has one optimizer, and one way to travel
+            return 4 * self.chunk_of(name) + 2 * (name in self.coded) + (name in self.muons)
+
+        layouts = lay_out(self.parameters, self.mesh.dp.size, bucket_mb, group_of)
+        return [
+            Bucket(layout, number, layout.slots[0].name in self.coded)
+            for number, layout in enumerate(layouts)
+        ]
+
+    def adam(self, masters: Sequence[Master]) -> torch.optim.Optimizer:
+        own = [master for master in masters if master.name not in self.muons]
+        decays = [m.bucket.layout.kind in ("ternary", "matrix") for m in own]
+        weights = [*zip(own, decays, strict=True)]
+        return build_adam(
+            [m.weights for m, d in weights if d],
+            [m.weights for m, d in weights if not d],
+            self.config.optim,
+        )
+
+    def muon(self, masters: Sequence[Master]) -> Muon | None:
+        own = [master for master in masters if master.name in self.muons]
+        if not own:
+            return None
+        names = [name for name, _, _ in self.parameters]
+        return Muon.create(own, names, self.mesh, self.config.optim, self.is_sharded)
 
 
-def _muon(
-    masters: list[Master],
-    muons: Collection[str],
-    names: Sequence[str],
-    mesh: ParallelMesh,
-    optim: OptimConfig,
-    is_sharded: bool,
-) -> Muon | None:
-    own = [master for master in masters if master.name in muons]
-    return Muon.create(own, names, mesh, optim, is_sharded) if own else None
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {kind: tensor.clone() for kind, tensor in tensors.items()}
 
 
 def _gradients(master: Master, owned: bool) -> Iterator[Tensor]:

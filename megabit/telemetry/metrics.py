@@ -21,8 +21,9 @@ from megabit.telemetry.gpu import GpuMetrics
 
 Row = dict[str, Any]
 
-AXES = ("tp", "pp", "dp", "world")
-"""What is sent and waited for is counted by these."""
+AXES = ("tp", "pp", "dp", "dp_inter", "outer", "world")
+"""What is sent and waited for is counted by these. ``dp_inter``: between hosts, where gradients are
+reduced inside a host first; ``outer``: between islands."""
 PHASES = ("data", "forward_backward", "gradients", "update", "other")
 """Of a step, in order. ``gradients``: complete, reduced and measured; ``update``: with what
 publishes the new weights."""
@@ -85,9 +86,16 @@ class IntervalMetrics:
     exposed_s: dict[str, float]
     """Seconds of a step in which the rank that waits longest is blocked, by axis."""
     exposed_share: float
-    """Share of the step in which the rank that waits longest is blocked in collectives: over tp,
-    dp and world, since what it waits for over pp is the bubble. Slower ranks are waited for, too.
-    """
+    """Share of the step in which the rank that waits longest is blocked in collectives: over all
+    axes but pp, since what it waits for there is the bubble. Slower ranks are waited for, too."""
+    data_share: float
+    """Share of the step in which the rank that waits longest for its batch does."""
+    straggler_ratio: float | None
+    """How much longer than its peers the slowest rank computes: its busy time, which is a step
+    without what it is blocked for, over the median of that of the other ranks of its stage. None
+    where no rank has peers. On a GPU only what the host does beside it is seen."""
+    straggler_rank: int | None
+    """That rank, of the world."""
     sent_mb: dict[str, float]
     """MB that all ranks together send in a step, by axis (ring volume)."""
     sent_by_purpose_mb: dict[str, float]
@@ -118,10 +126,13 @@ class IntervalMetrics:
 
     def line(self, expected_mb: Mapping[str, float] | None = None) -> str:
         """For the console; ``expected_mb`` is what should have been sent, by axis."""
+        expected = {} if expected_mb is None else expected_mb
         sent = " ".join(
-            f"{axis} {mb:.1f}" + ("" if expected_mb is None else f"/{expected_mb.get(axis, 0):.1f}")
+            f"{axis} {mb:.1f}" + ("" if expected_mb is None else f"/{expected.get(axis, 0):.1f}")
             for axis, mb in self.sent_mb.items()
+            if mb or expected.get(axis)
         )
+        traffic = f"  MB {sent}" if sent else ""
         share = "" if self.quantization_share == 1 else f"  λ {self.quantization_share:.2f}"
         flips = "" if self.code_flips is None else f"  flips {self.code_flips:.3%}"
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
@@ -129,7 +140,7 @@ class IntervalMetrics:
         return (
             f"step {self.step:>6}  loss {self.loss:.4f}  {bits}"
             f"norm {self.grad_norm:.3f}  lr {self.lr:.2e}  {self.tokens_per_s:,.0f} tok/s  "
-            f"zeros {self.zero_fraction:.1%}{share}{flips}  MB {sent}  "
+            f"zeros {self.zero_fraction:.1%}{share}{flips}{traffic}  "
             f"bubble {self.bubble:.0%}{mfu}"
         )
 
@@ -201,7 +212,7 @@ class Event:
     """Something that happened once, after ``step`` steps."""
 
     step: int
-    kind: Literal["guard", "alert", "checkpoint"]
+    kind: Literal["guard", "alert", "checkpoint", "fault", "tuning"]
     name: str
     """Of the rule, or of what was saved."""
     action: str
@@ -217,7 +228,7 @@ class Event:
 
     def line(self) -> str:
         """For the console."""
-        return f"step {self.step:>6}  {'ALERT ' if self.kind == 'alert' else ''}{self.text}"
+        return f"step {self.step:>6}  {'ALERT ' if self.kind in ('alert', 'fault') else ''}{self.text}"
 
 
 def perplexity(loss: float) -> float:

@@ -73,15 +73,17 @@ class ShardedParameter(nn.Parameter):
         return copied
 
     def collect(self, collector: Callable[[Tensor], None]) -> None:
-        """Give each gradient that a backward pass computes to ``collector``, and keep none."""
+        """Give each gradient that a backward pass computes to ``collector``, from now on and
+        instead of to whoever had them, and keep none."""
 
         def hand_over(parameter: Tensor) -> None:
+            assert isinstance(parameter, ShardedParameter) and parameter._collector is not None
             if parameter.grad is not None:  # else a function has handed it over
-                collector(parameter.grad)
+                parameter._collector(parameter.grad)
                 parameter.grad = None
 
-        self._collector = collector
-        if not self.is_meta:
+        is_first, self._collector = self._collector is None, collector
+        if is_first and not self.is_meta:
             self.register_post_accumulate_grad_hook(hand_over)
 
     def second_use(self) -> "ShardedParameter":

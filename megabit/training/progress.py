@@ -3,13 +3,14 @@
 Two kinds. *State* belongs to the weights and goes back with them when a run is rolled back: what
 the guard remembers of the last steps, the loss scale. *Measures* are what the guard has done, and
 stay: samples left out, a lower learning rate, full-precision activations, how often each rule has
-acted. Both are in every checkpoint; measures are in ``run.dir/measures.json``, too, from the moment
-at which they are taken, so that a run that is killed right then does not take them again.
+acted; and so does the bucket size that was measured to be fastest. Both are in every checkpoint;
+measures are in ``run.dir/measures.json``, too, from the moment at which they are taken, so that a
+run that is killed right then does not take them again.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class Progress:
     left_out: SampleWindows
     lr_factor: float = 1.0
     full_precision_activations: bool = False
+    bucket_mb: dict[int, float] = field(default_factory=dict)
+    """The size of gradient buckets that was found to be fastest, by the number of DP ranks."""
 
     @staticmethod
     def of(config: Config) -> "Progress":
@@ -64,6 +67,7 @@ class Progress:
             "lr_factor": self.lr_factor,
             "full_precision_activations": self.full_precision_activations,
             "deeds": {rule: [d.times, d.last_step] for rule, d in self.guard.deeds.items()},
+            "bucket_mb": self.bucket_mb,
         }
 
     def restore_measures(self, saved: Mapping[str, Any]) -> None:
@@ -72,6 +76,7 @@ class Progress:
         self.left_out = self.left_out.adding(SampleWindows.of(saved.get("left_out", [])).windows)
         self.lr_factor = min(self.lr_factor, float(saved.get("lr_factor", 1.0)))
         self.full_precision_activations |= bool(saved.get("full_precision_activations", False))
+        self.bucket_mb |= {int(dp): float(mb) for dp, mb in saved.get("bucket_mb", {}).items()}
         deeds = self.guard.deeds
         for rule, numbers in saved.get("deeds", {}).items():
             deed = Deed(*numbers)
