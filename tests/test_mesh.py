@@ -1,14 +1,17 @@
 """The grid of ranks: who shares which axis, and which groups exist."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megabit.errors import UserError
 from megabit.launch import run_ranks
-from megabit.mesh import Axis, ParallelMesh
+from megabit.mesh import Axis, ParallelMesh, Topology
 from megabit.reduce import all_gather, all_reduce, start_all_reduce
 
 CPU = torch.device("cpu")
@@ -163,3 +166,77 @@ def test_time_in_collectives_is_counted_on_their_axis() -> None:
     for by_axis, elapsed in run_ranks(waited, 2):
         assert 0 < by_axis.pop("tp") < elapsed
         assert set(by_axis.values()) == {0}
+
+
+def test_islands_are_grids_of_their_own() -> None:
+    """Consecutive ranks; those with the same place in each meet on ``outer``."""
+
+    def facts() -> dict[str, tuple[int, int, list[int]]]:
+        mesh = ParallelMesh.create(2, 1, CPU, topology=Topology(islands=2))
+        outer, island = mesh.outer, mesh.island
+        return {
+            **describe(mesh),
+            "outer": (outer.size, outer.rank, members(outer)),
+            "island": (island.size, island.rank, members(island)),
+        }
+
+    for rank, found in enumerate(run_ranks(facts, 8)):
+        first, place = rank // 4 * 4, rank % 4
+        assert found["world"] == (8, rank, [*range(8)])
+        assert found["island"] == (4, place, [first + i for i in range(4)])
+        assert found["outer"] == (2, rank // 4, [place, place + 4])
+        tp = place // 2 * 2
+        assert found["tp"] == (2, place % 2, [first + tp, first + tp + 1])
+        assert found["dp"] == (2, place // 2, [first + place % 2, first + place % 2 + 2])
+
+
+def levels_of(tp: int, dp: int, topology: Callable[[int], Topology]) -> list[Any]:
+    """By rank: the world's numbers of the ranks in both levels, or None."""
+
+    def facts() -> Any:
+        rank = dist.get_rank()
+        levels = ParallelMesh.create(tp, 1, CPU, topology=topology(rank)).dp_levels
+        return None if levels is None else (members(levels.intra), members(levels.inter))
+
+    return run_ranks(facts, tp * dp)
+
+
+def test_levels_as_they_are_named() -> None:
+    found = levels_of(2, 4, lambda rank: Topology(dp_intra=2, is_hierarchical=True))
+    assert found[0] == ([0, 2], [0, 4])
+    assert found[3] == ([1, 3], [3, 7])
+    assert found[6] == ([4, 6], [2, 6])
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "expected"),
+    [
+        ([0, 1, 0, 1], ([0, 1], [0, 2])),  # two hosts of two
+        ([0, 1, 2, 0, 1, 2], ([0, 1, 2], [0, 3])),
+        ([0, 1, 2, 3], None),  # one host
+        ([0, 0, 0, 0], None),  # a host each: nothing is inside
+        ([0, 1, 2, 0], None),  # no equal runs
+    ],
+)
+def test_levels_as_hosts_are(local_ranks: list[int], expected: Any) -> None:
+    def topology(rank: int) -> Topology:
+        return Topology(is_hierarchical=None, local_rank=local_ranks[rank])
+
+    assert levels_of(1, len(local_ranks), topology)[0] == expected
+
+
+def test_levels_where_tp_shares_a_host() -> None:
+    """Two hosts of four ranks: TP 2 leaves each DP group two ranks on a host."""
+    found = levels_of(2, 4, lambda rank: Topology(is_hierarchical=None, local_rank=rank % 4))
+    assert found[1] == ([1, 3], [1, 5])
+
+
+def test_levels_that_hosts_do_not_allow() -> None:
+    def refused() -> str:
+        with pytest.raises(UserError) as caught:
+            ParallelMesh.create(1, 1, CPU, topology=Topology(is_hierarchical=True, local_rank=0))
+        return str(caught.value)
+
+    (problem, other) = run_ranks(refused, 2)
+    assert problem == other
+    assert problem.startswith("communication.topology: hierarchical needs DP groups with several")

@@ -56,10 +56,10 @@ def tiny(*settings: str) -> Config:
     return load_config([*SETTINGS, *settings, f"parallel.layers_per_stage={layers}"])
 
 
-def shape_of(config: Config, world_size: int, rank: int) -> RankShape:
+def shape_of(config: Config, world_size: int, rank: int, dp_intra: int | None = None) -> RankShape:
     """A rank of a run, which would plan its stages so."""
     dp = world_size // (config.parallel.tp * config.parallel.pp)
-    return RankShape(config, world_size, rank, plan_stages(config, dp))
+    return RankShape(config, world_size, rank, plan_stages(config, dp), dp_intra)
 
 
 def make_mesh(config: Config) -> ParallelMesh:
