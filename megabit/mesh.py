@@ -53,8 +53,10 @@ class Axis:
     """The same bytes by codec where they have one (``coded``), else by purpose."""
     waited_s: float = 0.0
     """Seconds that this rank has been blocked in collectives of the axis so far."""
+    begun: int = 0
+    """Collectives and exchanges that this rank has begun to wait for."""
     calls: int = 0
-    """Collectives and exchanges that this rank has waited for so far."""
+    """Those whose wait is over."""
     check: "CollectiveCheck | None" = field(default=None, repr=False)
     """Asked before each collective, if ranks are to compare what they call."""
     _codec: str | None = field(default=None, init=False, repr=False)
@@ -87,6 +89,7 @@ class Axis:
     def waiting(self) -> Iterator[None]:
         """Counts the time of the block as waited, for one collective."""
         started = time.perf_counter()
+        self.begun += 1
         try:
             yield
         finally:
@@ -270,6 +273,10 @@ class ParallelMesh:
     def calls(self) -> dict[str, int]:
         """Collectives and exchanges that this rank has waited for so far, by axis."""
         return {n: sum(a.calls for a in axes) for n, axes in self._axes().items()}
+
+    def begun(self) -> dict[str, int]:
+        """Those, and the one that it waits for now, by axis."""
+        return {n: sum(a.begun for a in axes) for n, axes in self._axes().items()}
 
     def _total(self, counts: Callable[[Axis], dict[str, float]]) -> dict[tuple[str, str], float]:
         total: defaultdict[tuple[str, str], float] = defaultdict(float)

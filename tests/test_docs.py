@@ -19,6 +19,7 @@ README = ROOT / "README.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 TRAINING = ROOT / "docs" / "training.md"
 SERVING = ROOT / "docs" / "serving.md"
+LAUNCHING = ROOT / "docs" / "launching.md"
 DOCUMENTS = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -102,7 +103,9 @@ def check_server(command: list[str], folder: Path, environment: dict[str, str]) 
 
 
 def test_the_readme_shows_every_command() -> None:
-    shown = {command_of(line) for line in commands(README, CHECKPOINTS, TRAINING, SERVING)}
+    shown = {
+        command_of(line) for line in commands(README, CHECKPOINTS, TRAINING, SERVING, LAUNCHING)
+    }
     assert shown == set(SMALL)
 
 
@@ -125,7 +128,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", commands(README, CHECKPOINTS, TRAINING, SERVING))
+@pytest.mark.parametrize("line", commands(README, CHECKPOINTS, TRAINING, SERVING, LAUNCHING))
 def test_documented_command_runs(line: str, workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     shutil.copytree(workplace, folder, symlinks=True)

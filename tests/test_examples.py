@@ -5,7 +5,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,10 +48,19 @@ def settings(folder: Path) -> list[str]:
 def started(
     script: str, arguments: Sequence[str], **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A script in a session of its own, of which nothing is left afterwards."""
+    """A script of ``examples``, run from somewhere else: it finds its own files."""
+    with running([str(ROOT / "examples" / script), *arguments], Path("/"), environment) as process:
+        yield process
+
+
+@contextmanager
+def running(
+    command: Sequence[str], folder: Path, environment: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    """A command in a session of its own, of which nothing is left afterwards."""
     process = subprocess.Popen(
-        [str(ROOT / "examples" / script), *arguments],
-        cwd="/",  # scripts find their own files
+        command,
+        cwd=folder,
         env={**ENVIRONMENT, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -94,10 +102,7 @@ def check_run(folder: Path, layout: dict[str, int], steps: int = 2) -> None:
 def test_every_script_is_run_here() -> None:
     scripts = {path.name for path in (ROOT / "examples").glob("*.sh")}
     elsewhere = {"convert.sh", "embedding.sh", "serve.sh"}  # test_recipes, test_serving_examples
-    assert scripts == {
-        *(*LAYOUTS, "two_nodes.sh", "fetch_shakespeare.sh", "common.sh"),
-        *elsewhere,
-    }
+    assert scripts == {*LAYOUTS, "fetch_shakespeare.sh", "common.sh", *elsewhere}
 
 
 @pytest.mark.parametrize("script", LAYOUTS)
@@ -107,34 +112,6 @@ def test_script(script: str, tmp_path: Path) -> None:
     assert re.search(r"^step +2  loss \d", output, re.MULTILINE)
     assert "Traceback" not in output
     check_run(tmp_path / "run", LAYOUTS[script])
-
-
-def test_two_nodes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        head = f"localhost:{free.getsockname()[1]}"
-    # Both agents on this host, two ranks each.
-    arguments = [*settings(tmp_path), "parallel.pp=1"]
-    common = {"HEAD": head, "NPROC": "2", "NNODES": "2"}
-    with (
-        started("two_nodes.sh", arguments, NODE_RANK="1", **common) as second,
-        started("two_nodes.sh", arguments, NODE_RANK="0", **common) as first,
-    ):
-        output = output_of(first)
-        assert re.search(r"^step +2  loss \d", output, re.MULTILINE)
-        assert "Traceback" not in output
-        assert "loss" not in output_of(second)  # only rank 0 speaks, on HEAD
-    check_run(tmp_path / "run", {"tp": 2, "pp": 1, "dp": 2})
-
-
-@pytest.mark.parametrize("missing", ["HEAD", "NODE_RANK"])
-def test_two_nodes_says_what_to_set(missing: str, tmp_path: Path) -> None:
-    given = {"HEAD": "localhost", "NODE_RANK": "0"}
-    given.pop(missing)
-    with started("two_nodes.sh", [], **given) as process:
-        output, _ = process.communicate()
-    assert process.returncode != 0
-    assert f"{missing}: set {missing} to" in output
 
 
 def test_ctrl_c_and_the_same_command_again(tmp_path: Path) -> None:

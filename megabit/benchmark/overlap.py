@@ -1,6 +1,6 @@
 """How much of the gradients' reduction over DP is hidden behind the backward pass.
 
-Two DP ranks train on two hosts joined by a slow link (``link``). Their link is set so that the
+Two DP ranks train on two hosts joined by a slow link (``link``). It is set so that the
 reduction alone takes a given share of the time of a microbatch's backward pass: more could not be
 hidden, and on a fast link there is nothing to hide. Then
 
@@ -22,7 +22,7 @@ from datetime import timedelta
 
 import torch
 
-from megabit.benchmark.link import ADDRESSES, Link, two_hosts
+from megabit.benchmark.link import Network, network
 from megabit.config import Config, load_config
 from megabit.data.batches import Batch
 from megabit.errors import RunError, UserError
@@ -84,11 +84,11 @@ def measure_overlap(
     Raises:
         UserError: this machine does not allow network namespaces.
     """
-    with two_hosts() as link:
-        unlimited = _measure(link, steps, settings)
+    with network(hosts=2) as hosts:
+        unlimited = _measure(hosts, steps, settings)
         mbit_per_s = 8e-6 * unlimited.sent_bytes / (share * unlimited.backward_s)
-        link.limit(mbit_per_s)
-        return mbit_per_s, unlimited, _measure(link, steps, settings)
+        hosts.limit(mbit_per_s)
+        return mbit_per_s, unlimited, _measure(hosts, steps, settings)
 
 
 def report(share: float, steps: int) -> None:
@@ -114,13 +114,13 @@ def report(share: float, steps: int) -> None:
         )
 
 
-def _measure(link: Link, steps: int, settings: Sequence[str]) -> Measured:
+def _measure(over: Network, steps: int, settings: Sequence[str]) -> Measured:
     """Run both hosts; the times of the first."""
-    environment = ["env", f"GLOO_SOCKET_IFNAME={link.device}", "OMP_NUM_THREADS=1"]
+    environment = ["env", f"GLOO_SOCKET_IFNAME={over.device}", "OMP_NUM_THREADS=1"]
     program = [sys.executable, "-m", "megabit.benchmark.overlap"]
     hosts = [
         subprocess.Popen(
-            link.run_on(host, [*environment, *program, str(host), str(steps), *settings]),
+            over.run_on(host, [*environment, *program, str(host), str(steps), *settings]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -144,7 +144,7 @@ def _run_host(
     """Train ``count`` steps as one of the ranks; its ``Measured``, and ``blocked_s`` of each."""
     torch.set_num_threads(1)
     config = load_config(settings, world_size=2)
-    address = f"tcp://{ADDRESSES[0]}:{PORT}"
+    address = f"tcp://{Network.address(0)}:{PORT}"
     cpu_device, timeout = torch.device("cpu"), timedelta(minutes=5)
     with open_mesh(1, 1, rank, 2, cpu_device, address, timeout) as mesh:
         state = TrainingState.create(config, mesh)

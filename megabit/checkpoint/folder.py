@@ -92,15 +92,17 @@ class CheckpointFolder:
         return latest
 
     def publish(self, draft: Path, step: int, retention: Retention) -> Path:
-        """Make a complete ``draft`` the latest checkpoint; returns its place.
+        """Make a complete ``draft`` the latest checkpoint; returns its place. May be tried again:
+        a draft that is not there any more was renamed by the try before.
 
         Raises:
             OSError: it could not be done; ``latest`` is right all the same.
         """
         final = self.of_step(step)
-        if final.exists():
+        if draft.exists() and final.exists():
             self._set_aside(final, step)
-        draft.rename(final)
+        if not final.exists():
+            draft.rename(final)
         sync(self.path)
         sync(self.path.parent)  # the folder itself may be new
         self._point_to(final.name)

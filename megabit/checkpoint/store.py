@@ -3,7 +3,8 @@
 ``save`` copies this rank's tensors and returns; a thread writes the copy, hashes and syncs it. Once
 all ranks have agreed that theirs are on disk (``poll``, between two steps), a thread of the main
 rank writes the manifest, renames the folder and moves ``latest``. Threads send nothing: every
-collective is the training thread's. A save that fails is told, and changes nothing else.
+collective is the training thread's. What fails in passing is tried again where it is read or
+written (``retry``); a save that fails is told, and changes nothing else.
 
 The parts that ranks write are disjoint and make up every logical tensor, so that any other layout
 can read them (``reader``). Nothing is unpickled.
@@ -31,6 +32,7 @@ from megabit.errors import UserError
 from megabit.files import FileInfo
 from megabit.mesh import ParallelMesh
 from megabit.reduce import all_gather, any_rank, broadcast, first_problem
+from megabit.retry import Retry
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,23 @@ class CheckpointStore:
     """The checkpoints of one run. On several hosts, ``folder`` must be one they share.
 
     Every method but ``close`` is collective over the whole mesh.
+
+    Args:
+        retry: how reads and writes are tried again.
     """
 
     def __init__(
-        self, folder: Path, mesh: ParallelMesh, retention: Retention | None = None
+        self,
+        folder: Path,
+        mesh: ParallelMesh,
+        retention: Retention | None = None,
+        retry: Retry | None = None,
     ) -> None:
         self.folder = CheckpointFolder(folder)
         self.mesh = mesh
         self.durable_step = -1
         """Of the newest checkpoint that this store has finished to save or has found."""
+        self.retry = retry or Retry()
         self._retention = retention or Retention()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._save: _Save | None = None
@@ -126,7 +136,10 @@ class CheckpointStore:
         own_file = draft / rank_file(self.mesh.world.rank)
         writing: Future[FileInfo] = Future()
         try:
-            writing = self._thread.submit(_write, own_file, [_copied(part) for part in parts])
+            copied = [_copied(part) for part in parts]
+            writing = self._thread.submit(
+                self.retry, partial(_write, own_file, copied), f"writing {own_file}"
+            )
         except Exception as error:  # no memory for the copy: told like a full disk
             writing.set_exception(error)
         self._save = _Save(
@@ -186,7 +199,7 @@ class CheckpointStore:
         step = self._agree_on_step(partial(self._newest_step, falls_back, alert))
         while step >= 0:
             try:
-                checkpoint = verified(self.folder.of_step(step), self.mesh, step)
+                checkpoint = verified(self.folder.of_step(step), self.mesh, step, self.retry)
             except DamagedCheckpoint as error:
                 if not falls_back:
                     raise DamagedCheckpoint(
@@ -235,14 +248,21 @@ class CheckpointStore:
 
     def _publish(self, save: _Save, files: Mapping[str, FileInfo]) -> Path:
         """On the main rank's thread."""
-        try:
+
+        def complete() -> None:
             for name, info in files.items():
                 path = save.draft / name
                 if not path.is_file() or path.stat().st_size != info.bytes:
                     raise OSError(f"{path} is not here; run.dir must be on disks that hosts share")
             copied = copy_assets(save.assets, save.draft)
             replace(save.manifest, files={**files, **copied}).write(save.draft)
+
+        def publish() -> Path:
             return self.folder.publish(save.draft, save.manifest.step, self._retention)
+
+        try:
+            self.retry(complete, f"writing {save.draft}")
+            return self.retry(publish, f"publishing {self.folder.of_step(save.manifest.step)}")
         except BaseException:
             shutil.rmtree(save.draft, ignore_errors=True)
             raise
@@ -306,4 +326,5 @@ def _copied(part: Part) -> LazyTensor:
 
 def _write(path: Path, tensors: Sequence[LazyTensor]) -> FileInfo:
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # of a try that failed
     return write_tensors(path, tensors)

@@ -10,6 +10,7 @@ from megabit.checkpoint.verify import check_file, check_names, check_tensors
 from megabit.errors import RunError, UserError
 from megabit.mesh import ParallelMesh
 from megabit.reduce import any_rank, first_problem
+from megabit.retry import Retry
 
 T = TypeVar("T")
 
@@ -27,12 +28,15 @@ class Checkpoint:
         return self.manifest.assets(self.path)
 
 
-def verified(path: Path, mesh: ParallelMesh, step: int | None = None) -> Checkpoint:
+def verified(
+    path: Path, mesh: ParallelMesh, step: int | None = None, retry: Retry | None = None
+) -> Checkpoint:
     """The checkpoint in ``path``, after each of its files was hashed by one of the ranks;
     collective over the mesh.
 
     Args:
         step: of which it must be.
+        retry: how reads are tried again.
 
     Raises:
         DamagedCheckpoint: it is not what was saved.
@@ -48,7 +52,8 @@ def verified(path: Path, mesh: ParallelMesh, step: int | None = None) -> Checkpo
             check_file(path, name, expected)
         return manifest
 
-    manifest = on_all_ranks(check_files, mesh)
+    retry = retry or Retry()
+    manifest = on_all_ranks(lambda: retry(check_files, f"reading {path}"), mesh)
     # Then only: what is wrong with the tensors of a damaged file is not what went wrong.
     on_all_ranks(lambda: check_tensors(path, manifest) if mesh.is_main else None, mesh)
     return Checkpoint(path, manifest)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megabit.cli.launcher import Launch
+from megabit.cli.environment import Launch
 from megabit.config import Config
 from megabit.errors import UserError
 

@@ -13,6 +13,7 @@ import typer
 
 from megabit.cli.arguments import Settings
 from megabit.cli.device import device_of
+from megabit.cli.environment import Launch, set_site
 from megabit.cli.evaluation_results import (
     check_new,
     introduce,
@@ -21,7 +22,7 @@ from megabit.cli.evaluation_results import (
     print_text,
     write_results,
 )
-from megabit.cli.launcher import Launch, run_under_torchrun
+from megabit.cli.launcher import LaunchOptions, launch
 from megabit.config import Config, load_config
 from megabit.errors import UserError
 
@@ -123,22 +124,23 @@ def evaluate(
     if out is not None:
         check_new(out)
     if nproc_per_node is not None:
-        if Launch.is_present():
-            raise UserError("--nproc-per-node: a launcher has started this process already")
+        options = LaunchOptions.of(nproc_per_node)
         # So that a mistake is told before anything starts.
-        _open(ckpt, settings or [], batch_size, nproc_per_node, wanted)
-        sys.exit(run_under_torchrun(_without_nproc(sys.argv[1:]), nproc_per_node))
-    launch = Launch.from_environment()
-    source, config = _open(ckpt, settings or [], batch_size, launch.world_size, wanted)
+        _, config = _open(ckpt, settings or [], batch_size, nproc_per_node, wanted)
+        set_site(config)
+        sys.exit(launch(_without_nproc(sys.argv[1:]), options))
+    launched = Launch.from_environment()
+    source, config = _open(ckpt, settings or [], batch_size, launched.world_size, wanted)
+    set_site(config)
 
     from megabit.mesh import open_mesh
     from megabit_kernels.allocator import keep_freed_memory
 
     keep_freed_memory()
-    device = device_of(config, launch)
+    device = device_of(config, launched)
     timeout = timedelta(seconds=config.run.timeout_s)
     tp, pp = config.parallel.tp, config.parallel.pp
-    with open_mesh(tp, pp, launch.rank, launch.world_size, device, timeout=timeout) as mesh:
+    with open_mesh(tp, pp, launched.rank, launched.world_size, device, timeout=timeout) as mesh:
         texts, done = _evaluate(source, config, mesh, wanted)
         if mesh.is_main and out is not None:
             write_results(out, source, mesh, texts, done)

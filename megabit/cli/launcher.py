@@ -1,89 +1,189 @@
-"""Launching ranks: what the launcher (torchrun, or anything that sets the same variables) says
-about this process, and torchrun itself called as a library."""
+"""Starting ranks: the launcher's options, and one job over the ranks of one host or of several.
+
+``megabit train --nproc-per-node 8 --nnodes 1:4 …`` → ``LaunchOptions`` → ``cli.meeting`` (where
+hosts meet) → ``cli.agent`` (starts this host's ranks, watches them, starts them again) → an exit
+code. Underneath are torch's elastic agent and its rendezvous, as in torchrun; ranks can be started
+by torchrun, srun or mpirun as well (``cli.environment``).
+"""
 
 import logging
 import os
-import signal
+import re
 import sys
-import uuid
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-from megabit.errors import UserError
+import typer
+
+from megabit.cli.environment import Launch
+from megabit.errors import RunError, UserError
+
+NprocPerNode = Annotated[
+    int | None, typer.Option(help="Start so many ranks on this host.", min=1, show_default=False)
+]
+Nnodes = Annotated[
+    str,
+    typer.Option(
+        metavar="N|MIN:MAX",
+        help="Hosts of the job; run the same command on each. With 1:4 it begins with what is "
+        "there, and goes on with fewer or more when hosts leave or join.",
+    ),
+]
+RdzvEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Where the hosts meet: one of them, the same for all.",
+        show_default=False,
+    ),
+]
+RdzvId = Annotated[
+    str, typer.Option(help="Tells jobs apart that meet at the same place.", metavar="NAME")
+]
+NodeRank = Annotated[
+    int | None,
+    typer.Option(
+        help="This host's number, 0 at HOST: ranks are numbered in that order. Without it they are "
+        "as hosts come.",
+        min=0,
+        show_default=False,
+    ),
+]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        help="How often all ranks are started again, from the newest checkpoint, when one has died "
+        "or a host is lost.",
+        min=0,
+    ),
+]
+StopGrace = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="How long ranks may take to save after SIGTERM or Ctrl-C.",
+        min=0,
+    ),
+]
+
+RDZV_ID = "megabit"
+STOP_GRACE_S = 600.0
 
 
 @dataclass(frozen=True)
-class Launch:
-    """This process among those that were launched together; a process of its own is rank 0 of 1."""
+class LaunchOptions:
+    """Which ranks to start, on how many hosts."""
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    """Ranks on this host."""
+    nproc_per_node: int
+    min_nodes: int = 1
+    max_nodes: int = 1
+    endpoint: tuple[str, int] | None = None
+    """Where hosts meet; None: there is one host."""
+    rdzv_id: str = RDZV_ID
+    node_rank: int | None = None
+    max_restarts: int = 0
+    stop_grace_s: float = STOP_GRACE_S
 
     @staticmethod
-    def is_present() -> bool:
-        """Whether a launcher started this process."""
-        return "RANK" in os.environ
+    def of(
+        nproc_per_node: int,
+        nnodes: str = "1",
+        rdzv_endpoint: str | None = None,
+        rdzv_id: str = RDZV_ID,
+        node_rank: int | None = None,
+        max_restarts: int = 0,
+        stop_grace: float = STOP_GRACE_S,
+    ) -> "LaunchOptions":
+        """From what the command line says.
 
-    @staticmethod
-    def from_environment() -> "Launch":
-        """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them."""
-        try:
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-            launch = Launch(
-                rank=int(os.environ.get("RANK", "0")),
-                local_rank=local_rank,
-                world_size=int(os.environ.get("WORLD_SIZE", "1")),
-                local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+        Raises:
+            UserError: an option makes no sense, or not with the others.
+        """
+        if Launch.is_present():
+            raise UserError("--nproc-per-node: a launcher has started this process already")
+        counts = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
+        low = int(counts[1]) if counts else 0
+        high = int(counts[2] or low) if counts else 0
+        if not 1 <= low <= high:
+            raise UserError(f"--nnodes: must be a number like 2, or a range like 1:4, not {nnodes}")
+        endpoint = None
+        if rdzv_endpoint is not None:
+            endpoint = _parse_endpoint(rdzv_endpoint)
+        elif high > 1:
+            raise UserError(
+                f"--rdzv-endpoint: --nnodes {nnodes} needs a place to meet; give host:port of one "
+                "of the hosts"
             )
-        except ValueError as error:
-            raise UserError(f"RANK, LOCAL_RANK, WORLD_SIZE: must be numbers ({error})") from None
-        if not 0 <= launch.rank < launch.world_size:
-            raise UserError(f"RANK: {launch.rank} is not below WORLD_SIZE={launch.world_size}")
-        return launch
+        if node_rank is not None:
+            if low != high:
+                raise UserError(
+                    f"--node-rank: hosts cannot come and go in a fixed order; leave it out with "
+                    f"--nnodes {nnodes}"
+                )
+            if node_rank >= high:
+                raise UserError(f"--node-rank: {node_rank} is not below --nnodes {nnodes}")
+        return LaunchOptions(
+            nproc_per_node, low, high, endpoint, rdzv_id, node_rank, max_restarts, stop_grace
+        )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether hosts may come and go."""
+        return self.min_nodes < self.max_nodes
+
+    @property
+    def world_sizes(self) -> list[int]:
+        """With which the job may run, largest first."""
+        nodes = range(self.max_nodes, self.min_nodes - 1, -1)
+        return [number * self.nproc_per_node for number in nodes]
 
 
-def speaks_for_host() -> bool:
-    """Whether this process is the one that tells this host's user what went wrong."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+def _parse_endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"--rdzv-endpoint: must be host:port, like node0:29400, not {text}")
+    return host, int(port)
 
 
-def run_under_torchrun(command: Sequence[str], nproc_per_node: int) -> int:
-    """Run ``megabit command`` on so many ranks of this host; returns the exit code.
+def launch(command: Sequence[str], options: LaunchOptions) -> int:
+    """Run ``megabit command`` on this host's ranks, together with other hosts'.
 
-    The same as ``torchrun --standalone --nproc-per-node N -m megabit …``, but ends without a
-    traceback of the launcher's own when a rank fails or Ctrl-C stops the job.
+    Returns:
+        The exit code (``cli.exit_codes``); that of the rank that failed first, if one did.
+
+    Raises:
+        RunError: hosts do not come together, or lose the place where they meet.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
-    logging.disable(logging.ERROR)  # of this process, which does nothing but wait
+    from megabit.cli.agent import Ended, run_agent
+
+    # Of this process, which says itself what there is to say.
+    logging.disable(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, as torchrun has it
-    launch = elastic_launch(
-        LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc_per_node,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-        ),
-        sys.executable,
-    )
-    try:
-        launch("-m", "megabit", *command)
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            return failure.exitcode  # the rank has said why
-        name = signal.Signals(-failure.exitcode).name
-        print(f"error: rank {rank} was ended by {name}", file=sys.stderr)
-        return 128 - failure.exitcode
-    return 0
+    where = "localhost" if options.endpoint is None else "{}:{}".format(*options.endpoint)
+    with tempfile.TemporaryDirectory(prefix="megabit_") as folder:
+        try:
+            return run_agent([sys.executable, "-m", "megabit", *command], options, Path(folder))
+        except Ended as ended:
+            return ended.code
+        except RendezvousClosedError:
+            raise RunError(
+                f"--rdzv-endpoint: the job '{options.rdzv_id}' at {where} has ended on other hosts"
+            ) from None
+        except RendezvousError as error:
+            raise RunError(
+                f"--rdzv-endpoint: lost the place where hosts meet, {where}, or too few came "
+                f"({_reason(error)})"
+            ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what is behind ``error``."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -12,10 +12,13 @@ from megabit.cli import (
     chat,
     checkpoint,
     config,
+    doctor,
     evaluate,
     export_model,
     generate,
     import_model,
+    inject,
+    owner,
     parity,
     prepare,
     report,
@@ -23,7 +26,7 @@ from megabit.cli import (
     serve,
     train,
 )
-from megabit.cli.launcher import speaks_for_host
+from megabit.cli.environment import speaks_for_host
 from megabit.errors import RunError, UserError
 
 app = typer.Typer(
@@ -32,10 +35,10 @@ app = typer.Typer(
         "Train and serve BitNet b1.58 (ternary) language models with tensor, pipeline and data "
         "parallelism."
         "\n\n"
-        "All but schedule, report, ckpt, import, export, bench kernels and bench overlap take "
-        "SETTINGS: YAML files and key=value pairs, merged from left to right. Those of generate, "
-        "chat, serve and bench serve are parallel, engine and server; of the others, what "
-        "megabit config shows."
+        "All but schedule, report, ckpt, inject, import, export, bench kernels and bench overlap "
+        "take SETTINGS: YAML files and key=value pairs, merged from left to right. Those of "
+        "generate, chat, serve and bench serve are parallel, engine and server; of the others, "
+        "what megabit config shows."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -49,10 +52,13 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("prepare")(prepare.prepare)
 app.command("parity")(parity.parity)
+app.command("doctor")(doctor.doctor)
+app.command("owner")(owner.owner)
 app.command("config")(config.show_config)
 app.command("schedule")(schedule.schedule)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="ckpt")
+app.add_typer(inject.app, name="inject")
 app.add_typer(import_model.app, name="import")
 app.add_typer(export_model.app, name="export")
 app.add_typer(bench.app, name="bench")

@@ -10,7 +10,7 @@ COMPRESSED = ("int8", "int4", "topk", "ternary")
 """Values of ``precision.gradients`` that lose something and need a bucket's layout for it."""
 ENVIRONMENT = ("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "OMP_", "MKL_", "CUDA_", "UCX_", "FI_")
 """What variables that ``site.environment`` sets begin with."""
-_ADDRESS = re.compile(r"\[?[\w.:-]+\]?:\d{1,5}")
+_ADDRESS = re.compile(r"(\[[\w.:%]+\]|[\w.-]+):(\d{1,5})")
 
 
 def islands_in_world(outer: OuterConfig) -> int:
@@ -110,13 +110,17 @@ def _outer(config: Config) -> Iterator[str]:
         for key in ("staleness", "owner", "island"):
             if getattr(outer, key) != getattr(default, key):
                 yield f"outer.{key}: has no effect with outer.method={outer.method}; use stale"
-    elif outer.owner is None or not _ADDRESS.fullmatch(outer.owner):
+    elif not _is_address(outer.owner):
         yield (
             "outer.owner: stale needs the address of 'megabit owner', host:port, not "
             f"{outer.owner}"
         )
     elif outer.island >= outer.islands:
         yield f"outer.island: {outer.island} is not below outer.islands={outer.islands}"
+    if outer.method == "stale" and outer.wire != "float32":
+        yield f"outer.wire: {outer.wire} is for outer.method=diloco; stale sends float32"
+    if outer.method == "stale" and config.precision.compute == "float64":
+        yield "precision.compute: float64 is for checks, and outer.method=stale sends float32"
     if outer.method != "diloco" and outer.fragments > 1:
         yield f"outer.fragments: are for outer.method=diloco, not {outer.method}"
     if outer.method == "gossip":
@@ -138,6 +142,11 @@ def _outer(config: Config) -> Iterator[str]:
             )
     if config.train.quantization_ramp:
         yield "outer.method: train.quantization_ramp is not for islands; use one of them"
+
+
+def _is_address(address: str | None) -> bool:
+    match = _ADDRESS.fullmatch(address or "")
+    return match is not None and int(match[2]) < 65536
 
 
 def _faults(config: Config, world_size: int | None) -> Iterator[str]:

@@ -70,7 +70,7 @@ class BatchSource:
         count = self.plan.batch_size(step) // self.dp_size
         first = self.plan.samples_before(step) + self.dp_rank * count
         numbers = [self.left_out.sample(first + i) for i in range(count)]
-        tokens = np.stack([self.sampler.sample(number) for number in numbers])
+        tokens = self.sampler.samples(numbers)
         return _stack(tokens, np.ones_like(tokens[:, 1:], dtype=np.bool_), self.micro_batch_size)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from megabit.data.indexed import IndexedDataset
+from megabit.data.indexed import IndexedDataset, Load
 from megabit.data.tokenizer import END_OF_TEXT, load_tokenizer
 from megabit.errors import UserError
 from megabit.files import FileInfo, describe_file
@@ -70,8 +70,8 @@ class CorpusInfo:
     def held_out_prefix(self) -> Path:
         return self.dir / HELD_OUT
 
-    def open_train(self) -> IndexedDataset:
-        return _open(self.train_prefix, self.train)
+    def open_train(self, load: Load | None = None) -> IndexedDataset:
+        return _open(self.train_prefix, self.train, load)
 
     def open_held_out(self) -> IndexedDataset:
         return _open(self.held_out_prefix, self.held_out)
@@ -133,11 +133,18 @@ def check_vocab(corpus: CorpusInfo, vocab_size: int) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of ``folder``, or None if it has none that megabit wrote (of any version)."""
+    """The manifest of ``folder``, or None if it has none that megabit wrote (of any version).
+
+    Raises:
+        UserError: it is there and cannot be read.
+    """
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it ({error.strerror})") from error
     ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
     return manifest if ours else None
 
@@ -161,8 +168,8 @@ def write_manifest(corpus: CorpusInfo, made_from: Mapping[str, Any]) -> None:
     (corpus.dir / MANIFEST).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
-def _open(prefix: Path, split: SplitInfo) -> IndexedDataset:
-    dataset = IndexedDataset(prefix)
+def _open(prefix: Path, split: SplitInfo, load: Load | None = None) -> IndexedDataset:
+    dataset = IndexedDataset(prefix, load)
     if (len(dataset), dataset.num_tokens) != (split.documents, split.tokens):
         raise UserError(
             f"{prefix}.idx: has {len(dataset)} documents and {dataset.num_tokens} tokens but "

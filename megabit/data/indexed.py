@@ -14,7 +14,7 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,6 +39,8 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
 HEADER = struct.Struct("<9sQBQQ")
 
 Tokens = npt.NDArray[np.integer[Any]]
+Load = Callable[[Path, np.dtype[Any], int], Tokens]
+"""From the path of a ``.bin``, its dtype and the number of its tokens to these."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -140,15 +142,16 @@ class IndexedDataset:
 
     Args:
         prefix: path without ``.bin`` / ``.idx``.
+        load: from path, dtype and number to the tokens; else than by default, ``memory`` has one.
 
     Raises:
         UserError: a file is missing, damaged, or the two do not belong together.
     """
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, load: Load | None = None) -> None:
         self.prefix = prefix
         self.dtype, self._bounds = _read_index(idx_path(prefix))
-        self._tokens = _map_tokens(bin_path(prefix), self.dtype, self.num_tokens)
+        self._tokens = (load or _map_tokens)(bin_path(prefix), self.dtype, self.num_tokens)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -158,6 +161,12 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         """Tokens in all documents together."""
         return int(self._bounds[-1])
+
+    @property
+    def document_bounds(self) -> npt.NDArray[np.int64]:
+        """Where each document begins in the file, and where the last one ends, in tokens: shape
+        [len(self) + 1]."""
+        return self._bounds
 
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
@@ -226,17 +235,26 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
     return dtype, starts[documents]
 
 
-def _map_tokens(path: Path, dtype: np.dtype[Any], count: int) -> Tokens:
+def check_size(path: Path, dtype: np.dtype[Any], count: int) -> None:
+    """Refuse a ``.bin`` that has not so many tokens, with a UserError."""
     expected = count * dtype.itemsize
     try:
         size = path.stat().st_size
-        if size != expected:
-            raise UserError(
-                f"{path}: has {size} bytes but its .idx demands {expected}; it is truncated or of "
-                "another dataset; prepare the corpus again"
-            )
-        if not count:  # an empty file cannot be mapped
-            return np.empty(0, dtype=dtype)
-        return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it ({error.strerror}); prepare the corpus") from error
+    if size != expected:
+        raise UserError(
+            f"{path}: has {size} bytes but its .idx demands {expected}; it is truncated or of "
+            "another dataset; prepare the corpus again"
+        )
+
+
+def _map_tokens(path: Path, dtype: np.dtype[Any], count: int) -> Tokens:
+    check_size(path, dtype, count)
+    if not count:  # an empty file cannot be mapped
+        return np.empty(0, dtype=dtype)
+    try:
+        # As a plain array: each slice of a memmap is a memmap, which takes ten times as long.
+        return np.memmap(path, dtype=dtype, mode="r", shape=(count,)).view(np.ndarray)
     except OSError as error:
         raise UserError(f"{path}: cannot read it ({error.strerror}); prepare the corpus") from error

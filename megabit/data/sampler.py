@@ -4,6 +4,7 @@ The layout and the number of ranks do not enter, and there is no state to save: 
 consumed n samples goes on with sample n.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,14 +46,24 @@ class TrainingSampler:
 
     def sample(self, number: int) -> npt.NDArray[np.int64]:
         """Sample ``number`` (0 or more) of the run: int64 [S + 1]."""
-        if number < 0:
-            raise IndexError(f"sample {number}")
-        epoch_number, position = divmod(number, self.samples_per_epoch)
-        epoch = self._epoch
-        if epoch is None or epoch.number != epoch_number:
-            epoch = self._epoch = self._shuffle(epoch_number)
-        start = int(epoch.windows[position]) * self.seq_length
-        return self._joined_tokens(epoch, start, start + self.seq_length + 1)
+        return self.samples([number])[0]
+
+    def samples(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Samples of the run by their numbers (0 or more): int64 [n, S + 1].
+
+        Python works once for each run of tokens that come from one document, not for each sample.
+        """
+        if min(numbers, default=0) < 0:
+            raise IndexError(f"sample {min(numbers)}")
+        epochs, positions = np.divmod(np.array(numbers, dtype=np.int64), self.samples_per_epoch)
+        tokens = np.empty((len(numbers), self.seq_length + 1), dtype=np.int64)
+        for number in dict.fromkeys(epochs.tolist()):
+            if self._epoch is None or self._epoch.number != number:
+                self._epoch = self._shuffle(number)
+            rows = np.flatnonzero(epochs == number)
+            starts = self._epoch.windows[positions[rows]] * self.seq_length
+            tokens[rows] = self._joined_tokens(self._epoch, starts)
+        return tokens
 
     def _shuffle(self, epoch: int) -> "_Epoch":
         documents = _permutation(len(self.dataset), (self.seed, epoch, 0))
@@ -63,19 +74,29 @@ class TrainingSampler:
             windows=_permutation(self.samples_per_epoch, (self.seed, epoch, 1)),
         )
 
-    def _joined_tokens(self, epoch: "_Epoch", start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens ``start`` up to ``stop`` of the epoch's documents joined in its order."""
-        tokens = np.empty(stop - start, dtype=np.int64)
-        filled = 0
-        place = int(np.searchsorted(epoch.ends, start, side="right"))
-        while filled < tokens.size:
-            document = self.dataset.document(int(epoch.documents[place]))
-            skipped = start + filled - (int(epoch.ends[place]) - document.size)
-            part = document[skipped : skipped + tokens.size - filled]
-            tokens[filled : filled + part.size] = part
-            filled += part.size
-            place += 1
-        return tokens
+    def _joined_tokens(
+        self, epoch: "_Epoch", starts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """S + 1 tokens from each of ``starts [n]`` on, in the epoch's documents joined in its
+        order: [n, S + 1]."""
+        length = self.seq_length + 1
+        first = np.searchsorted(epoch.ends, starts, side="right")
+        last = np.searchsorted(epoch.ends, starts + length - 1, side="right")
+        # One entry for each document of each window.
+        counts = last - first + 1
+        window = np.repeat(np.arange(len(starts)), counts)
+        place = np.arange(len(window)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        document = epoch.documents[place]
+        document_start = epoch.ends[place] - self._lengths[document]
+        begin = np.maximum(document_start, starts[window])
+        end = np.minimum(epoch.ends[place], starts[window] + length)
+        in_file = self.dataset.document_bounds[document] + (begin - document_start)
+        in_sample = window * length + (begin - starts[window])
+        tokens = np.empty(len(starts) * length, dtype=np.int64)
+        parts = zip(in_file.tolist(), in_sample.tolist(), (end - begin).tolist(), strict=True)
+        for source, target, size in parts:
+            tokens[target : target + size] = self.dataset.tokens(source, source + size)
+        return tokens.reshape(-1, length)
 
 
 class HeldOutWindows:

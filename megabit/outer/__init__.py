@@ -4,3 +4,7 @@
 say who meets whom. Whatever they do is done to fp32 master weights, and codes are made anew from
 those: a mean of codes would be no code.
 """
+
+from megabit.outer.opening import OWN_KINDS, SHARED_KINDS, Outer, open_outer
+
+__all__ = ["OWN_KINDS", "SHARED_KINDS", "Outer", "open_outer"]

@@ -247,6 +247,18 @@ SECTIONS = (
                 neutral=0.0,
             ),
             Panel(
+                "Waiting for data",
+                "Share of the step, of the rank that waits longest.",
+                (Line("data_share", "waiting"),),
+                unit="share",
+                from_zero=True,
+            ),
+            Panel(
+                "Straggler",
+                "Busy time of the slowest rank, over the median of the others of its stage.",
+                (Line("straggler_ratio", "ratio"),),
+            ),
+            Panel(
                 "Sent in a step",
                 "By all ranks together, by axis.",
                 (Line("sent_mb.*"),),

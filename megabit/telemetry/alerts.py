@@ -73,6 +73,8 @@ class Alert:
     rule: AlertRule
     metric: str
     value: float
+    where: str = ""
+    """Whom it is about, for people: a rank and its host."""
 
     @property
     def action(self) -> Action:
@@ -84,7 +86,10 @@ class Alert:
         """For people."""
         count = self.rule.intervals
         during = "" if count == 1 else f", for {count} log intervals"
-        return f"{self.rule.name}: {self.metric} is {self.value:.6g} ({self.rule.when}{during})"
+        where = f", {self.where}" if self.where else ""
+        return (
+            f"{self.rule.name}: {self.metric} is {self.value:.6g}{where} ({self.rule.when}{during})"
+        )
 
     def event(self, step: int) -> Event:
         """For the log, after ``step`` steps."""
@@ -93,7 +98,11 @@ class Alert:
             kind="alert",
             name=self.rule.name,
             action=self.action,
-            evidence={self.metric: self.value, "intervals": self.rule.intervals},
+            evidence={
+                self.metric: self.value,
+                "intervals": self.rule.intervals,
+                **({"where": self.where} if self.where else {}),
+            },
             text=self.text if self.action == "alert" else f"{self.text}: {self.action}",
         )
 
@@ -127,9 +136,13 @@ class AlertBook:
         if problems:
             raise UserError(*problems)
 
-    def judge(self, row: Row) -> list[Alert]:
+    def judge(self, row: Row, where: Mapping[str, str] | None = None) -> list[Alert]:
         """The rules whose condition has now held for as many intervals as they ask for; each once,
-        until its condition has not held in between."""
+        until its condition has not held in between.
+
+        Args:
+            where: whom a metric is about, by its name, where that is known.
+        """
         alerts = []
         for index, (rule, condition) in enumerate(self._rules):
             value = lookup(row, condition.metric)
@@ -138,7 +151,8 @@ class AlertBook:
                 continue
             self._held[index] += 1
             if self._held[index] == rule.intervals:
-                alerts.append(Alert(rule, condition.metric, value))
+                about = (where or {}).get(condition.metric, "")
+                alerts.append(Alert(rule, condition.metric, value, about))
         return alerts
 
 

@@ -97,6 +97,17 @@ INTERVAL_METRICS = (
         "Share of the step that a rank is blocked in collectives, the pipeline's left out",
     ),
     PrometheusMetric(
+        "data_share",
+        "megabit_data_wait_ratio",
+        "Share of the step that the rank that waits longest for its batch does",
+    ),
+    PrometheusMetric(
+        "straggler_ratio",
+        "megabit_straggler_ratio",
+        "Busy time of the slowest rank over the median of the other ranks of its stage",
+    ),
+    PrometheusMetric("straggler_rank", "megabit_straggler_rank", "That rank's number"),
+    PrometheusMetric(
         "sent_mb.*", "megabit_sent_bytes", "What all ranks send in a step", ("axis",), MB
     ),
     PrometheusMetric(
@@ -196,7 +207,7 @@ EVALUATION_METRICS = (
 EVENTS = PrometheusMetric(
     "event",
     "megabit_events_total",
-    "Guard actions, alerts and checkpoints since this process began",
+    "Guard actions, alerts, faults and checkpoints since this process began",
     ("kind", "name", "action"),
 )
 

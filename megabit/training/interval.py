@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice, product
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from typing import Literal, get_args
 
 import torch
@@ -34,7 +34,7 @@ MB = 1e6
 MIB = 2**20
 SENT = [*product(AXES, get_args(Purpose))]
 """(axis, purpose) of what is counted."""
-COLLECTIVE_AXES = ("tp", "dp", "world")
+COLLECTIVE_AXES = tuple(axis for axis in AXES if axis != "pp")
 """Waiting over pp is the bubble, a figure of its own."""
 
 
@@ -127,6 +127,7 @@ class Interval:
         tflops = tflops_per_rank(flops, tokens_per_s, ranks)
         peak = maxima["peak"][0]
         (busy_s,), (longest_s,) = sums["busy"], maxima["pipeline"]
+        slowest = straggler(sums["computing"], sums["stage"])
         return IntervalMetrics(
             step=step,
             consumed_tokens=state.steps.tokens_before(step),
@@ -152,6 +153,9 @@ class Interval:
             },
             exposed_s={axis: waited / count for axis, waited in exposed.items()},
             exposed_share=maxima["blocked"][0] / seconds,
+            data_share=maxima["data"][0] / seconds,
+            straggler_ratio=None if slowest is None else slowest[0],
+            straggler_rank=None if slowest is None else slowest[1],
             sent_mb=by_axis,
             sent_by_purpose_mb=sent,
             bubble=ranks * longest_s / busy_s - 1 if mesh.pp.size > 1 else 0.0,
@@ -174,10 +178,14 @@ class Interval:
     def _sums(self, step: int, names: Sequence[str]) -> dict[str, list[float]]:
         """What is added up over ranks; ``names`` are all ternary weights of the model."""
         mesh, probe = self._state.mesh, self._probe
+        world = mesh.world
         squares = [0.0] * mesh.dp.size
         if probe is not None:
             squares[mesh.dp.rank] = probe.local_square
         return {
+            # Of each rank by itself: the others add 0 to its number.
+            "computing": _at(world.rank, world.size, self._seconds - sum(self._waited.values())),
+            "stage": _at(world.rank, world.size, mesh.pp.rank),
             "sent": [self._sent[key] for key in SENT],
             "busy": [sum(r.pipeline.seconds - r.pipeline.wait_s for r in self._reports)],
             "seconds": [self._seconds],
@@ -197,6 +205,7 @@ class Interval:
             "pipeline": [sum(report.pipeline.seconds for report in self._reports)],
             "waited": [self._waited[axis] for axis in AXES],
             "blocked": [sum(self._waited[axis] for axis in COLLECTIVE_AXES)],
+            "data": [self._phases["data"]],
             "memory": [peak_bytes(device)],
             "peak": [-math.inf if peak is None else peak],
             "gpu": gpu.as_maxima(),
@@ -217,6 +226,36 @@ class Interval:
         if codes:
             return zeros / codes
         return 0.0 if self._state.config.model.linear == "dense" else math.nan
+
+
+def straggler(busy_s: Sequence[float], stages: Sequence[float]) -> tuple[float, int] | None:
+    """The rank that computes longest, as a multiple of the median of its peers, and its number.
+
+    Peers are the other ranks of its stage, which have the same work; other stages have other work.
+
+    Args:
+        busy_s: seconds in which each rank was not blocked.
+        stages: of each rank.
+
+    Returns:
+        None where no rank has peers.
+    """
+    ratios = []
+    for stage in sorted(set(stages)):
+        slowest, *peers = sorted(
+            ((s, -rank) for rank, s in enumerate(busy_s) if stages[rank] == stage), reverse=True
+        )
+        usual = median(s for s, _ in peers) if peers else 0.0
+        if usual > 0:
+            ratios.append((slowest[0] / usual, -slowest[1]))
+    return max(ratios, key=lambda pair: pair[0]) if ratios else None
+
+
+def _at(index: int, size: int, value: float) -> list[float]:
+    """``value`` among zeros."""
+    values = [0.0] * size
+    values[index] = value
+    return values
 
 
 def _mean_of_tokens(pairs: Sequence[tuple[float, int]]) -> float:

@@ -76,7 +76,7 @@ class Measures:
         state, steps = self.state, self.state.steps
         self.saver.finish()
         checkpoint = self.saver.newest()
-        good = resume.restore(state, checkpoint)
+        good = resume.restore(state, checkpoint, self.saver.store.retry)
         left_out = state.progress.left_out
         first = left_out.sample(steps.samples_before(good))
         last = left_out.sample(steps.samples_before(step + 1) - 1)

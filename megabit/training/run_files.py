@@ -47,3 +47,8 @@ class RunFiles:
     @property
     def measures(self) -> Path:
         return self.folder / "measures.json"
+
+    @property
+    def faults(self) -> Path:
+        """Who the ranks are, which drills are done, and what is written about a rank that hangs."""
+        return self.folder / "faults"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from megabit.benchmark import link, overlap
-from megabit.benchmark.link import Link, two_hosts
+from megabit.benchmark.link import Network, network
 from megabit.errors import UserError
 
 TINY = (
@@ -24,9 +24,9 @@ TINY = (
 
 
 @pytest.fixture
-def hosts() -> Iterator[Link]:
+def hosts() -> Iterator[Network]:
     try:
-        context = two_hosts()
+        context = network(2)
         found = context.__enter__()
     except UserError as error:
         pytest.skip(f"this machine has no network namespaces for us: {error}")
@@ -36,7 +36,7 @@ def hosts() -> Iterator[Link]:
         context.__exit__(None, None, None)
 
 
-def test_the_link_is_limited(hosts: Link) -> None:
+def test_the_link_is_limited(hosts: Network) -> None:
     hosts.limit(8)
     shown = subprocess.run(
         hosts.run_on(1, ["tc", "qdisc", "show", "dev", hosts.device]),
@@ -62,7 +62,7 @@ def test_times_over_a_slow_link() -> None:
 
 def test_the_namespaces_go_away() -> None:
     try:
-        with two_hosts() as found:
+        with network(2) as found:
             assert set(found.hosts) <= set(namespaces())
             raise KeyboardInterrupt
     except UserError as error:

@@ -117,3 +117,24 @@ def test_held_out_windows_predict_each_token_once(
     for index in (-1, len(windows)):
         with pytest.raises(IndexError):
             windows.window(index)
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(LENGTHS, st.integers(1, 7), st.lists(st.integers(0, 40), max_size=9))
+def test_many_samples_at_once(
+    tmp_path: Path, lengths: list[int], seq_length: int, numbers: list[int]
+) -> None:
+    """In any order, of several epochs, over documents of no length."""
+    if sum(lengths) < seq_length + 1:
+        return
+    dataset = make_dataset(tmp_path, lengths)
+    together = TrainingSampler(dataset, seq_length, 1).samples(numbers)
+    assert together.shape == (len(numbers), seq_length + 1)
+    one = TrainingSampler(dataset, seq_length, 1)
+    per_epoch = one.samples_per_epoch
+    for number, sample in zip(numbers, together.tolist(), strict=True):
+        epoch, position = divmod(number, per_epoch)
+        start = int(one._shuffle(epoch).windows[position]) * seq_length
+        assert sample == joined_in_epoch_order(one, epoch)[start : start + seq_length + 1]

@@ -42,6 +42,9 @@ def metrics(step: int, **changes: Any) -> IntervalMetrics:
         },
         "exposed_s": {"tp": 0.02, "pp": 0.03, "dp": 0.0, "world": 0.001},
         "exposed_share": 0.0625,
+        "data_share": 0.03,
+        "straggler_ratio": None,
+        "straggler_rank": None,
         "sent_mb": {"tp": 1.5, "pp": 0.3, "dp": 0.0},
         "sent_by_purpose_mb": {"tp activations": 1.5, "pp activation gradients": 0.3},
         "bubble": 0.13,
@@ -61,6 +64,8 @@ def full_metrics(step: int, **changes: Any) -> IntervalMetrics:
         **{
             "grad_norm_spread": 0.2,
             "mfu": 0.41,
+            "straggler_ratio": 1.25,
+            "straggler_rank": 2,
             "gpu": GpuMetrics(0.97, 612.5, 61.0, 70_000.0, 1, 2),
             "layers": {"model.layers.0.mlp.down_proj": LAYER},
             **changes,

@@ -111,7 +111,7 @@ def test_each_line_has_what_was_expected_and_a_difference_shows_all_again(tmp_pa
         for account in (ACCOUNTING, ACCOUNTING, differs):
             log.interval(row, account)
             tables.append(console.file.getvalue().count("What rank 3 keeps"))
-    assert "MB tp 1.5/1.5 pp 0.0/0.0 dp 1234.6/1234.6  bubble" in console.file.getvalue()
+    assert "MB tp 1.5/1.5 dp 1234.6/1234.6  bubble" in console.file.getvalue()
     assert tables == [1, 1, 2]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megabit.config import AlertRule, load_config, shipped_alerts
 from megabit.errors import UserError
-from megabit.telemetry import AlertBook, GpuMetrics
+from megabit.telemetry import AXES, AlertBook, GpuMetrics
 from megabit.telemetry.alerts import Condition, lookup, metric_names
 from megabit.telemetry.metrics import flatten
 from megabit.telemetry.prometheus_names import INTERVAL_METRICS
@@ -108,12 +108,30 @@ def test_what_an_alert_says() -> None:
     }
 
 
+def test_an_alert_says_whom_it_is_about() -> None:
+    book = AlertBook([AlertRule("straggler", "straggler_ratio > 1.3"), AlertRule("x", "loss > 1")])
+    row = metrics(5, straggler_ratio=1.75, straggler_rank=3).row()
+    straggler, other = book.judge(row, {"straggler_ratio": "rank 3 on node-b"})
+    assert straggler.text == (
+        "straggler: straggler_ratio is 1.75, rank 3 on node-b (straggler_ratio > 1.3)"
+    )
+    assert straggler.event(5).evidence == {
+        "straggler_ratio": 1.75,
+        "intervals": 1,
+        "where": "rank 3 on node-b",
+    }
+    assert "where" not in other.event(5).evidence
+
+
 @pytest.mark.parametrize(
     ("when", "problem"),
     [
         ("grad_nrm > 10", "grad_nrm is no metric; did you mean grad_norm?"),
         ("exposed_s.ddp > 1", "exposed_s.ddp is no metric; did you mean exposed_s.dp?"),
-        ("exposed_s > 1", "exposed_s is a table; name one of its parts: tp, pp, dp, world"),
+        (
+            "exposed_s > 1",
+            "exposed_s is a table; name one of its parts: tp, pp, dp, dp_inter, outer, world",
+        ),
         ("layers.x.code_flop > 1", "layers.x.code_flop is no metric; "),
         ("gpu.power_w > 1", "gpu.power_w is no metric; did you mean gpu_power_w?"),
         ("held_out_loss > 5", "held_out_loss is no metric; "),
@@ -149,7 +167,8 @@ def test_the_shipped_rules() -> None:
     book = AlertBook(rules)
     good = GpuMetrics(utilization=0.97)
     for step in range(20):
-        row = metrics(step, gpu=good, grad_norm_std=0.01, exposed_share=0.05).row()
+        calm = {"grad_norm_std": 0.01, "exposed_share": 0.05, "data_share": 0.001}
+        row = metrics(step, gpu=good, straggler_ratio=1.1, **calm).row()
         assert book.judge(row) == []
     bad = metrics(
         20,
@@ -157,6 +176,7 @@ def test_the_shipped_rules() -> None:
         grad_norm=11.0,
         grad_norm_std=0.06,
         exposed_share=0.2,
+        straggler_ratio=1.5,
         gpu=GpuMetrics(utilization=0.5),
     ).row()
     fired = [alert.rule for _ in range(20) for alert in book.judge(bad)]
@@ -172,7 +192,8 @@ def test_there_is_a_name_for_every_number_of_a_row() -> None:
     """And every name has one, but those of layers, axes and purposes, of which there are many."""
     names = {name for name in metric_names() if not name.startswith("sent_by_purpose_mb.")}
     row = full_metrics(5).row()
-    row["sent_mb"]["world"] = 0.0
+    for table in ("sent_mb", "exposed_s"):
+        row[table] |= dict.fromkeys(AXES, 0.0)
     numbers = {
         name.replace("/", ".")
         for name in flatten(row)

@@ -62,6 +62,9 @@ def test_a_json_line_for_each_report(tmp_path: Path) -> None:
         },
         "exposed_s": {"tp": 0.02, "pp": 0.03, "dp": 0.0, "world": 0.001},
         "exposed_share": 0.0625,
+        "data_share": 0.03,
+        "straggler_ratio": None,
+        "straggler_rank": None,
         "sent_mb": {"tp": 1.5, "pp": 0.3, "dp": 0.0},
         "sent_by_purpose_mb": {"tp activations": 1.5, "pp activation gradients": 0.3},
         "bubble": 0.13,
@@ -78,6 +81,7 @@ def test_a_json_line_for_each_report(tmp_path: Path) -> None:
         "saturation": LAYER.saturation,
     }
     changed = {"step": 10, "consumed_tokens": 40960, "mfu": 0.41, "grad_norm_spread": 0.2}
+    changed |= {"straggler_ratio": 1.25, "straggler_rank": 2}
     assert rows == [
         first,
         {**first, **changed, **GPU, "layers": {"model.layers.0.mlp.down_proj": layer}},
@@ -157,8 +161,8 @@ def test_lines_on_the_console(tmp_path: Path) -> None:
         "zeros 25.0%"
     )
     assert said(run)[:6] == [
-        f"{start}  flips 0.050%  MB tp 1.5 pp 0.3 dp 0.0  bubble 13%",
-        f"{start}  MB tp 1.5 pp 0.3 dp 0.0  bubble 13%  MFU 41.0%",
+        f"{start}  flips 0.050%  MB tp 1.5 pp 0.3  bubble 13%",
+        f"{start}  MB tp 1.5 pp 0.3  bubble 13%  MFU 41.0%",
         "step     10  held-out loss 3.5000  bits/byte 1.7500",
         "step     10  laws loss 2.0000  bits/byte 1.0000",
         "step     10  ALERT gradient norm: 12.5",

@@ -25,6 +25,7 @@ from tests.training.tiny import make_mesh, tiny
 TIMES = {
     *("tokens_per_s", "tflops", "mfu", "step_s", "time_s", "bubble"),
     *("exposed_s", "exposed_share", "memory_mib"),
+    *("data_share", "straggler_ratio", "straggler_rank"),
 }
 
 

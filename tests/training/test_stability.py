@@ -7,7 +7,7 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> CorpusInfo:
 class CorruptedSampler(TrainingSampler):
     """Samples in ``BAD`` are one rare token, over and over."""
 
-    def sample(self, number: int) -> npt.NDArray[np.int64]:
-        tokens = super().sample(number)
-        return np.full_like(tokens, 1) if number in BAD else tokens
+    def samples(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        tokens = super().samples(numbers)
+        tokens[[number in BAD for number in numbers]] = 1
+        return tokens
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
