@@ -20,6 +20,7 @@ CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 TRAINING = ROOT / "docs" / "training.md"
 SERVING = ROOT / "docs" / "serving.md"
 LAUNCHING = ROOT / "docs" / "launching.md"
+DOCTOR = ROOT / "docs" / "doctor.md"
 DOCUMENTS = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -42,6 +43,7 @@ SMALL = {
     "ckpt show": "",
     "ckpt verify": "",
     "config": "",
+    "doctor": "--quick",
     "chat": "engine.kv_cache_mb=8",
     "eval": "",
     "report": "",
@@ -50,6 +52,7 @@ SMALL = {
     "export safetensors": "",
     "generate": "engine.kv_cache_mb=8",
     "import hf": "",
+    "inject plan": "",
     "schedule": "",
     "serve": "engine.kv_cache_mb=8 server.port=0",
 }
@@ -71,7 +74,8 @@ def commands(*documents: Path) -> list[str]:
 def command_of(line: str) -> str:
     """``train`` or ``bench train``."""
     _, command, *rest = shlex.split(line)
-    return f"{command} {rest[0]}" if command in ("bench", "ckpt", "export", "import") else command
+    grouped = ("bench", "ckpt", "export", "import", "inject")
+    return f"{command} {rest[0]}" if command in grouped else command
 
 
 def run_command(line: str, folder: Path) -> None:
@@ -103,9 +107,8 @@ def check_server(command: list[str], folder: Path, environment: dict[str, str]) 
 
 
 def test_the_readme_shows_every_command() -> None:
-    shown = {
-        command_of(line) for line in commands(README, CHECKPOINTS, TRAINING, SERVING, LAUNCHING)
-    }
+    documents = (README, CHECKPOINTS, TRAINING, SERVING, LAUNCHING, DOCTOR)
+    shown = {command_of(line) for line in commands(*documents)}
     assert shown == set(SMALL)
 
 
@@ -128,7 +131,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", commands(README, CHECKPOINTS, TRAINING, SERVING, LAUNCHING))
+@pytest.mark.parametrize(
+    "line", commands(README, CHECKPOINTS, TRAINING, SERVING, LAUNCHING, DOCTOR)
+)
 def test_documented_command_runs(line: str, workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     shutil.copytree(workplace, folder, symlinks=True)

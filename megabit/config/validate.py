@@ -242,7 +242,14 @@ def _world(config: Config, world_size: int) -> Iterator[str]:
             yield (
                 f"{key}: {size} is not a multiple of "
                 f"dp={dp} × train.micro_batch_size={train.micro_batch_size} = {per_step}"
+                + _fitting_dp(size, train.micro_batch_size)
             )
+
+
+def _fitting_dp(size: int, micro_batch_size: int) -> str:
+    if size % micro_batch_size:
+        return ""
+    return f"; dp may be one of {_listed(divisors(size // micro_batch_size))}"
 
 
 def _train(config: Config) -> Iterator[str]:

@@ -226,7 +226,7 @@ class Watchdog:
         """Say what is known, and end the process."""
         observer = self._observer()
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        heading = f"{when}  {self._sign.name}: nothing has moved for {idle_s:.0f} s"
+        heading = f"{when}  {self._sign.name}: nothing has moved for {idle_s:.1f} s"
         with suppress(OSError):
             self._stacks.write(f"{heading} in step {self._step + 1}")
         if observer.speaks:

@@ -14,17 +14,19 @@ After the last step of a run there is one model, whatever was left over: ``concl
 of what has not met just then, without momentum, which is made for whole rounds.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from megabit.config import OuterConfig
 from megabit.data_parallel import Piece, ZeroOptimizer
 from megabit.outer.fragments import assign_fragments, is_due, sizes_of_all_stages
-from megabit.outer.mean import Mean
+from megabit.outer.mean import Finish, Mean
 from megabit.outer.outer_step import outer_step
 from megabit.outer.tensors import AnchoredTensor, by_bucket, outer_tensors, publish
+
+MAX_IN_FLIGHT = 3
+"""Buckets that travel at a time: buffers of a meeting take so much memory, and not the model's."""
 
 
 @dataclass
@@ -95,19 +97,24 @@ class DiLoCo:
             return False
         self.optimizer.publisher.settle()  # what still travels may be the masters' own memory
         tensors = [tensor for number in fragments for tensor in self.fragments[number]]
-        messages = by_bucket(tensors)
-        means = [self.mean.start(message) for message in messages]
-        for message, finish in zip(messages, means, strict=True):
-            for tensor, mean in zip(message, finish(), strict=True):
-                self._take(tensor, mean, is_whole_round)
+        in_flight: deque[tuple[list[AnchoredTensor], Finish]] = deque()
+        for message in by_bucket(tensors):
+            in_flight.append((message, self.mean.start(message)))
+            if len(in_flight) == MAX_IN_FLIGHT:
+                self._receive(*in_flight.popleft(), is_whole_round)
+        for message, finish in in_flight:
+            self._receive(message, finish, is_whole_round)
         publish(self.optimizer, tensors)
         return True
 
-    def _take(self, tensor: AnchoredTensor, mean: Tensor, is_whole_round: bool) -> None:
-        """The outer step from the anchor to the next one."""
-        if is_whole_round:
-            config = self.config
-            outer_step(tensor.anchor, mean, tensor.momentum, config.lr, config.momentum)
-        else:
-            tensor.anchor.copy_(mean)
-        tensor.weights.copy_(tensor.anchor)
+    def _receive(
+        self, message: Sequence[AnchoredTensor], finish: Finish, is_whole_round: bool
+    ) -> None:
+        """The outer step from the anchor to the next one, which is what all islands now have."""
+        for tensor, mean in zip(message, finish(), strict=True):
+            if is_whole_round:
+                config = self.config
+                outer_step(tensor.anchor, mean, tensor.momentum, config.lr, config.momentum)
+            else:
+                tensor.anchor.copy_(mean)
+            tensor.weights.copy_(tensor.anchor)

@@ -47,7 +47,9 @@ class Islands:
         if not self.is_agreed_on:
             return False
         if any_rank(self.stopped is not None, mesh.world, mesh.device):
-            raise self.stopped or Stopped(step, f"step {step}: another island has ended the run")
+            # All of them save this step, whenever an island was to stop.
+            reason = str(self.stopped or f"step {step}: another island has ended the run")
+            raise Stopped(step, reason)
         return stop.agreed()
 
     @contextmanager

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,35 @@ def test_nobody_is_at_the_endpoint() -> None:
 def test_the_others_do_not_come() -> None:
     said = said_of_rank(0, free_port())
     assert said.startswith("error: 1 of 2 ranks have come to 127.0.0.1:")
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_meanwhile(tmp_path: Path) -> None:
+    """The other one says during which check, and leaves nothing behind."""
+    endpoint = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megabit", "doctor", "--storage", str(tmp_path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **endpoint},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 100
+        while not list(tmp_path.iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        ranks[1].kill()
+    out, err = ranks[0].communicate(timeout=100)
+    ranks[1].communicate()
+    assert (ranks[0].returncode, out) == (1, "")
+    (line,) = err.splitlines()
+    assert "another rank is gone" in line or "waits in vain for rank 1" in line
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interface_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from megabit.faults.members import members_file, read_members
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400
-PATIENCE_S = 90
+PATIENCE_S = 120
 """Longer than anything here takes, on a machine that does other things as well."""
 
 
@@ -51,6 +51,7 @@ class Job:
         self._command = [sys.executable, "-m", "megabit", "train", *settings, f"run.dir={folder}"]
         self._command += [f"--rdzv-endpoint={hosts.name(0)}:{PORT}", *options]
         self._launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._revived: set[int] = set()
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, *numbers: int, options: Sequence[str] = ()) -> None:
@@ -78,9 +79,9 @@ class Job:
             self._launchers[host].wait(max(0.1, deadline - time.monotonic())) for host in numbers
         ]
 
-    def is_running(self, host: int) -> bool:
-        """Whether its launcher is."""
-        return self._launchers[host].poll() is None
+    def revive(self, host: int) -> None:
+        """From now on start its launcher again when it has failed, as a service manager would."""
+        self._revived.add(host)
 
     def wait_for(self, what: str, condition: Callable[[], bool]) -> float:
         """Until it is so; returns the seconds that it took."""
@@ -88,6 +89,7 @@ class Job:
         while not condition():
             if time.monotonic() - started > PATIENCE_S:
                 pytest.fail(f"waited {PATIENCE_S} s for: {what}\n{self.logs()}")
+            self.start(*(host for host in self._revived if self._launchers[host].poll()))
             time.sleep(0.1)
         return time.monotonic() - started
 

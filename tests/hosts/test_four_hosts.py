@@ -42,9 +42,8 @@ def test_hosts_go_and_come(tmp_path: Path) -> None:
 
         cluster.cut(3)
         seconds = {"cut": job.wait_for_steps_on(0, 1, 2)}
-        job.wait_for("host 3 to give up", lambda: not job.is_running(3))
         cluster.heal(3)
-        job.start(3)  # as a service manager would
+        job.revive(3)  # it comes back by itself, unless it has given up meanwhile
         seconds["healed"] = job.wait_for_steps_on(0, 1, 2, 3)
 
         cluster.kill(1)
