@@ -63,7 +63,7 @@ ARMS = (
         "--",
     ),
 )
-RATES = ((1.0, 0.0), (1.0, 0.4), (0.7, 0.4), (0.7, 0.6), (0.7, 0.9))
+RATES = ((1.0, 0.0), (0.7, 0.6), (0.7, 0.9))
 """(lr, momentum) of the outer step that ``tune`` tries, with a model of a sixth of the size."""
 SMALL = (
     *("model.hidden_size=128", "model.intermediate_size=384", "model.num_hidden_layers=3"),

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -34,12 +35,15 @@ from megabit.cli.environment import LAUNCHER_PID, OUTCOME
 from megabit.cli.exit_codes import FAILED, FINISHED, INTERRUPTED, REFUSED, REGROUP, STOPPED
 from megabit.cli.launcher import LaunchOptions
 from megabit.cli.meeting import open_meeting
+from megabit.retry import Retry
 
 STOPS = {signal.SIGTERM: STOPPED, signal.SIGHUP: STOPPED, signal.SIGINT: INTERRUPTED}
 REGROUP_SIGNAL = signal.SIGUSR2
 """Asks ranks to save and end because hosts have come (``training.stop``)."""
 LAST_WORDS_S = 10.0
 """How long ranks may go on once one of them has failed: they find out who is missing."""
+EXIT_BARRIER_S = 60.0
+"""How long a launcher whose ranks have finished waits for those of other hosts."""
 POLL_S = 0.1
 
 
@@ -51,7 +55,7 @@ class Ended(Exception):
         self.code = code
 
 
-def run_agent(command: list[str], options: LaunchOptions, folder: Path) -> int:
+def run_agent(command: list[str], options: LaunchOptions, folder: Path, retry: Retry) -> int:
     """Run ``command`` on every rank of this host; returns the exit code.
 
     Args:
@@ -69,7 +73,7 @@ def run_agent(command: list[str], options: LaunchOptions, folder: Path) -> int:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # see set_flight_recorder
     stop = Stop(options.stop_grace_s)
     with stop:
-        handler = open_meeting(options)
+        handler = open_meeting(options, retry)
         spec = WorkerSpec(
             role="rank",
             local_world_size=options.nproc_per_node,
@@ -135,7 +139,8 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, stop: Stop, folder: Path) -> None:
         logs = folder / "logs"
         logs.mkdir()
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs)))
+        logs_specs = DefaultLogsSpecs(log_dir=str(logs))
+        super().__init__(spec, logs_specs, exit_barrier_timeout=EXIT_BARRIER_S)
         self._stop = stop
         self._outcome_file = folder / "outcome"
         self._cause: tuple[int, int] | None = None
@@ -165,14 +170,20 @@ class Agent(LocalElasticAgent):
         self._wait(LAST_WORDS_S)
 
     def exit_code(self, result: RunResult | None) -> int:
-        """Of the job as this host has seen it; says which rank died, if one did."""
+        """Of the job as this host has seen it; says which rank died, if one did.
+
+        Args:
+            result: None if the job has ended without having needed this host.
+        """
         outcome, asked = self._outcome(), self._stop.code
         if outcome is not None:
             return outcome
         if asked is not None and self._cause is None:
             return asked
-        if result is None or not result.is_failed() or self._cause is None:
-            return FINISHED if result is not None and not result.is_failed() else FAILED
+        if result is None or not result.is_failed():
+            return FINISHED
+        if self._cause is None:
+            return FAILED
         _, code = self._cause
         if code > 0:
             return code  # the rank has said why
@@ -195,7 +206,7 @@ class Agent(LocalElasticAgent):
             if are_alive and time.monotonic() < self._stop.deadline:
                 return RunResult(state=WorkerState.HEALTHY)
             if are_alive:
-                _say(f"ranks have not stopped within {self._stop.grace_s:g} s; ending them")
+                say(f"ranks have not stopped within {self._stop.grace_s:g} s; ending them")
         elif any(ended.values()):
             self._note_cause(ended, worker_group)
             self._wait(LAST_WORDS_S)
@@ -219,11 +230,11 @@ class Agent(LocalElasticAgent):
         if self._stop.code is not None:
             return
         if self._cause is None:
-            _say("hosts have come; saving, and starting again with them")
+            say("hosts have come; saving, and starting again with them")
         else:
             maximum = worker_group.spec.max_restarts
             number = maximum - self._remaining_restarts
-            _say(
+            say(
                 f"{self._describe_cause()}; starting again from the newest checkpoint "
                 f"(restart {number} of {maximum})"
             )
@@ -239,9 +250,9 @@ class Agent(LocalElasticAgent):
             self._wait(self._stop.grace_s)
         self._shutdown()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         self.kill()
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(*args, **kwargs)
 
     # How ranks are.
 
@@ -300,5 +311,6 @@ class Agent(LocalElasticAgent):
         return self._cause is not None and self._cause[1] == code
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell the user of this host, in one line."""
     print(f"megabit: {text}", file=sys.stderr, flush=True)

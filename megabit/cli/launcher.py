@@ -149,8 +149,13 @@ def _parse_endpoint(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def launch(command: Sequence[str], options: LaunchOptions) -> int:
+def launch(
+    command: Sequence[str], options: LaunchOptions, retries: int = 0, retry_pause_s: float = 0.0
+) -> int:
     """Run ``megabit command`` on this host's ranks, together with other hosts'.
+
+    Args:
+        retries: how often to try again to meet other hosts, so far apart.
 
     Returns:
         The exit code (``cli.exit_codes``); that of the rank that failed first, if one did.
@@ -160,7 +165,8 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
     """
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
-    from megabit.cli.agent import Ended, run_agent
+    from megabit.cli.agent import Ended, run_agent, say
+    from megabit.retry import Retry
 
     # Of this process, which says itself what there is to say.
     logging.disable(logging.CRITICAL)
@@ -168,7 +174,8 @@ def launch(command: Sequence[str], options: LaunchOptions) -> int:
     where = "localhost" if options.endpoint is None else "{}:{}".format(*options.endpoint)
     with tempfile.TemporaryDirectory(prefix="megabit_") as folder:
         try:
-            return run_agent([sys.executable, "-m", "megabit", *command], options, Path(folder))
+            ranks = [sys.executable, "-m", "megabit", *command]
+            return run_agent(ranks, options, Path(folder), Retry(retries, retry_pause_s, say))
         except Ended as ended:
             return ended.code
         except RendezvousClosedError:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from megabit.errors import RunError
+from megabit.retry import Retry
 
 if TYPE_CHECKING:
     from megabit.cli.launcher import LaunchOptions
@@ -38,12 +39,17 @@ JOIN_S = 600
 LOCAL = "127.0.0.1"
 
 
-def open_meeting(options: "LaunchOptions") -> RendezvousHandler:
-    """The rendezvous of the job's launchers.
+def open_meeting(options: "LaunchOptions", retry: Retry | None = None) -> RendezvousHandler:
+    """The rendezvous of the job's launchers; opening it is tried again as ``retry`` says.
 
     Raises:
-        RunError: nobody is at the endpoint, or this host cannot listen there.
+        RunError: nobody is at the endpoint.
+        RendezvousError: this host cannot listen or talk there.
     """
+    return (retry or Retry())(lambda: _open(options), "meeting other hosts")
+
+
+def _open(options: "LaunchOptions") -> RendezvousHandler:
     if options.endpoint is None:
         host, port, is_host, own = LOCAL, 0, True, LOCAL
     else:

@@ -1,6 +1,7 @@
 """``megabit owner``: the process that keeps the islands of a stale-synchronous run together."""
 
 import ipaddress
+import os
 import signal
 import socket
 import sys
@@ -87,7 +88,10 @@ def _listen(address: str) -> socket.socket:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(place[:2], family=family)
     except OSError as error:
+        # create_server has added the address to strerror; numbers of getaddrinfo are negative.
+        is_systems = error.errno is not None and error.errno > 0
+        reason = os.strerror(error.errno or 0) if is_systems else error.strerror
         raise UserError(
-            f"--bind: cannot listen on {address} ({error.strerror}); "
+            f"--bind: cannot listen on {address} ({reason}); "
             "name an address of this host and a free port"
         ) from error

@@ -79,8 +79,10 @@ def train(
             nproc_per_node, nnodes, rdzv_endpoint, rdzv_id, node_rank, max_restarts, stop_grace
         )
         # So that a mistake is told before anything starts.
-        set_site(_check_worlds(settings, options.world_sizes))
-        sys.exit(launch(["train", *settings], options))
+        config = _check_worlds(settings, options.world_sizes)
+        set_site(config)
+        faults = config.faults
+        sys.exit(launch(["train", *settings], options, faults.retries, faults.retry_pause_s))
     if nnodes != "1" or rdzv_endpoint is not None or max_restarts:
         raise UserError("--nproc-per-node: say how many ranks to start on each host")
     _train(settings, Launch.from_environment())

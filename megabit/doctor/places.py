@@ -25,8 +25,8 @@ class Place:
 
     rank: int
     local_rank: int
-    local_world_size: int
-    """Ranks on this host, as the launcher says."""
+    local_world_size: int | None
+    """Ranks on this host, if the launcher says it (``LOCAL_WORLD_SIZE``)."""
     hostname: str
     machine: str
     """The same for all that see the same interfaces, whatever they are called."""
@@ -47,7 +47,7 @@ class Place:
         return Place(
             rank,
             local_rank,
-            local_world_size,
+            local_world_size if "LOCAL_WORLD_SIZE" in environment else None,
             socket.gethostname(),
             _machine(),
             os.getpid(),
@@ -126,8 +126,8 @@ def judge(cluster: Cluster, tp: int = 1) -> Iterator[Finding]:
     places, hosts = cluster.places, cluster.hosts
     for host in hosts:
         here = [places[rank] for rank in host.ranks]
-        said = {place.local_world_size for place in here}
-        if said != {len(here)}:
+        said = {p.local_world_size for p in here if p.local_world_size is not None}
+        if said - {len(here)}:
             yield Finding(
                 "warning",
                 "ranks",

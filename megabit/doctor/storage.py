@@ -54,18 +54,18 @@ def examined(ranks: Ranks, folder: Path) -> Iterator[tuple[Storage, Path | None]
     scratch = folder / f".doctor-{secrets.token_hex(8)}"
     token = secrets.token_hex(16)
     is_main = ranks.rank == 0
-    if is_main and problems[0] is None:
-        try:
-            scratch.mkdir()
-            write_text(scratch / TOKEN, token, durable=True)
-        except OSError as error:
-            problems[0] = f"{folder} cannot be written ({error.strerror})"
-    # Those of the first rank count.
-    shown, name, token, problems[0], free = ranks.gather(
-        [str(folder), scratch.name, token, problems[0], _free_bytes(folder)]
-    )[0]
-    scratch = folder / name
     try:
+        if is_main and problems[0] is None:
+            try:
+                scratch.mkdir()
+                write_text(scratch / TOKEN, token, durable=True)
+            except OSError as error:
+                problems[0] = f"{folder} cannot be written ({error.strerror})"
+        # Those of the first rank count.
+        shown, name, token, problems[0], free = ranks.gather(
+            [str(folder), scratch.name, token, problems[0], _free_bytes(folder)]
+        )[0]
+        scratch = folder / name
         if problems[0] is not None:
             yield Storage(shown, problems, free), None
             return

@@ -11,7 +11,6 @@ anchor is there.
 """
 
 import json
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -180,8 +179,3 @@ def _states(values: Any, islands: int) -> list[State]:
 def empty_weights(shapes: Shapes) -> dict[str, Tensor]:
     """Room for a model's logical tensors, fp32."""
     return {name: torch.empty(shape) for name, shape in shapes.items()}
-
-
-def num_bytes(shapes: Shapes) -> int:
-    """Of a model in fp32."""
-    return 4 * sum(math.prod(shape) for shape in shapes.values())

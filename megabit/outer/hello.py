@@ -109,19 +109,25 @@ class Hello:
         return own
 
     @staticmethod
-    def parse(frame: Frame, shapes: Shapes, islands: int) -> "Hello":
+    def parse(frame: Frame, own: Settings, shapes: Shapes) -> "Hello":
         """What a frame says.
 
+        Args:
+            own: settings of the owner, which must be the same.
+
         Raises:
-            FrameError: it is no such frame, or names what the model does not have.
+            FrameError: it is no such frame, has other settings, or names what the model has not.
         """
         settings = frame.expect("hello").fields.get("settings")
         if not isinstance(settings, dict) or frame.value_bytes:
             raise FrameError("hello: must have settings, and no values")
+        problem = disagreement(settings, own)
+        if problem is not None:
+            raise FrameError(f"settings: {problem}; all islands and the owner need the same")
         ranks = frame.integer("ranks", 1, MAX_RANKS)
         return Hello(
             settings=settings,
-            island=frame.integer("island", 0, islands - 1),
+            island=frame.integer("island", 0, own["outer.islands"] - 1),
             rank=frame.integer("rank", 0, ranks - 1),
             ranks=ranks,
             token=frame.text("token", 64),

@@ -33,13 +33,7 @@ from megabit.config import Config
 from megabit.errors import RunError, UserError
 from megabit.outer.anchor import Holds, OuterWeights, Term, empty_weights
 from megabit.outer.frames import Channel, Closed, Frame, FrameError
-from megabit.outer.hello import (
-    MAX_ROUND,
-    Hello,
-    agreed_settings,
-    disagreement,
-    tiling_problem,
-)
+from megabit.outer.hello import MAX_ROUND, Hello, agreed_settings, tiling_problem
 from megabit.outer.rounds import Rounds
 from megabit.outer.sessions import INITIAL, Answer, Ask, Assembly, Link, Refused, Session
 
@@ -149,10 +143,9 @@ class Owner:
         why = "its connection has ended"
         refusal: Refused | None = None
         try:
-            hello = Hello.parse(channel.receive(HELLO_S), self._shapes, self._outer.islands)
-            link = Link(channel, hello)
+            hello = Hello.parse(channel.receive(HELLO_S), self._settings, self._shapes)
             with self._lock:
-                self._enter(link)
+                link = self._enter(Link(channel, hello))
             while self._answer(link):
                 frame = channel.receive()
                 while frame.kind == "round":
@@ -259,12 +252,9 @@ class Owner:
             raise link.refusal or Refused("the island's other ranks have left", is_final=False)
         return session
 
-    def _enter(self, link: Link) -> None:
+    def _enter(self, link: Link) -> Link:
         """A rank is here; with the last one, its island is."""
         hello, now = link.hello, self._clock()
-        problem = disagreement(hello.settings, self._settings)
-        if problem is not None:
-            raise Refused(f"settings: {problem}; all islands and the owner must have the same")
         session = self._sessions.get(hello.island)
         if session is not None and session.hello.token != hello.token:
             self._end(session, Refused(f"another job is island {hello.island} now"))
@@ -277,6 +267,7 @@ class Owner:
         if session.is_complete:
             session.since = math.inf
             self._complete(session)
+        return link
 
     def _complete(self, session: Session) -> None:
         """All ranks of an island are here."""
@@ -393,17 +384,17 @@ class Owner:
     ) -> None:
         """Tell all ranks of an island to go on with ``round_``, from the newest anchor."""
         anchor = weights.anchor
-        fields = {
-            "round": round_,
-            "version": anchor.version,
-            "id": anchor.id,
-            "is_reset": is_reset,
-        }
         for rank, link in session.links.items():
             has = session.asks.get(rank, link.hello.base)
             is_wanted = is_reset or has != anchor.version
-            fields["has_values"] = is_wanted
-            link.answers.put(Answer("go", dict(fields), anchor if is_wanted else None))
+            fields = {
+                "round": round_,
+                "version": anchor.version,
+                "id": anchor.id,
+                "is_reset": is_reset,
+                "has_values": is_wanted,
+            }
+            link.answers.put(Answer("go", fields, anchor if is_wanted else None))
         session.asks.clear()
 
     @staticmethod

@@ -2,13 +2,13 @@
 
 import re
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megabit.outer.frames import VANISHED_S, Channel, Frame, FrameError
-from megabit.outer.hello import MAX_ROUND, Hello, Region
+from megabit.outer.frames import VANISHED_S, Channel, Frame
+from megabit.outer.hello import MAX_ROUND, Hello
 
 
 class OwnerRefused(Exception):
@@ -120,7 +120,7 @@ class OwnerLink:
     def _go(self, frame: Frame) -> Go:
         values = None
         if frame.flag("has_values"):
-            values = [*self._values(frame, self._takes)]
+            values = [*self._channel.values(frame, [region.shape for region in self._takes])]
         return Go(
             round=frame.integer("round", 0, MAX_ROUND),
             version=frame.integer("version", 0, MAX_ROUND),
@@ -128,9 +128,6 @@ class OwnerLink:
             is_reset=frame.flag("is_reset"),
             values=values,
         )
-
-    def _values(self, frame: Frame, regions: Sequence[Region]) -> Iterator[Tensor]:
-        return self._channel.values(frame, [region.shape for region in regions])
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -143,6 +140,3 @@ def split_address(address: str) -> tuple[str, int]:
     if match is None or int(match[3]) > 65535:
         raise ValueError(f"{address!r} is not host:port")
     return match[1] or match[2], int(match[3])
-
-
-__all__ = ["Delivery", "FrameError", "Go", "OwnerLink", "OwnerRefused", "split_address"]

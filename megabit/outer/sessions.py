@@ -87,7 +87,7 @@ class Session:
     """By round; ``INITIAL`` for initial weights."""
     asks: dict[int, int] = field(default_factory=dict)
     """By rank that waits for the next round, or for the end: the version that it has."""
-    wants: "Ask | None" = None
+    wants: Ask | None = None
     """What they ask for: all the same."""
 
     @property

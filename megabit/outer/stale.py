@@ -86,6 +86,8 @@ class Stale:
         self._round = 0
         self._base, self._base_id = 0, ""
         """The anchor that the round began with, or was the newest then."""
+        self._is_fresh = True
+        """Whether the masters were those that all islands begin with, when it was to join."""
         self._start: list[Tensor] = []
         """Masters when the round began, for a staleness above 0."""
         self._changes: dict[int, list[Tensor]] = {}
@@ -104,6 +106,7 @@ class Stale:
         self._let_go()
         self._round, self._base, self._base_id = 0, 0, ""
         self._changes.clear()
+        self._is_fresh = True
         self._connect()
 
     def resume(self, state: Mapping[str, Any]) -> bool:
@@ -120,6 +123,7 @@ class Stale:
         is_at_anchor = self._base == self._round and self._config.outer.staleness == 0
         self._base_id = str(state.get("base_id", "")) if is_at_anchor else ""
         self._changes.clear()
+        self._is_fresh = False
         return self._connect()
 
     def state(self) -> dict[str, Any]:
@@ -127,7 +131,8 @@ class Stale:
         return {"round": self._round, "base": self._base, "base_id": self._base_id}
 
     def after_step(self, step: int) -> bool:
-        """See ``opening.Outer``; with the owner, and collective over the island only.
+        """See ``opening.Outer``; with the owner, and collective over the island only. ``begin`` or
+        ``resume`` comes before the first step.
 
         Raises:
             RunError: the owner is lost, or will not have the island any more.
@@ -184,8 +189,6 @@ class Stale:
     @torch.no_grad()
     def _meet(self, meeting: Meeting) -> bool:
         """Bring a round and take the newest anchor; whether there was one."""
-        if self._link is None and not self._base_id:  # it has never joined
-            return self._connect()
         if meeting.brings and self._config.outer.staleness:
             self._changes[self._round] = [
                 start.sub_(weights)
@@ -287,7 +290,7 @@ class Stale:
             round=self._round,
             base=self._base,
             base_id=self._base_id,
-            is_fresh=self._optimizer.updates == 0 and not self._base_id,
+            is_fresh=self._is_fresh and not self._base_id,
         )
 
     def _say_goodbye(self) -> None:
@@ -302,7 +305,8 @@ class Stale:
         except OwnerRefused as refusal:
             return None, str(refusal), refusal.is_final
         except (FrameError, OSError) as error:
-            return None, getattr(error, "strerror", None) or str(error), False
+            reason = getattr(error, "strerror", None) or str(error)
+            return None, reason or type(error).__name__, False
 
     def _first_problem(self, problem: str | None) -> str | None:
         return first_problem(problem, self._mesh.island, self._mesh.device)

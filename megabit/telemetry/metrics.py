@@ -91,9 +91,9 @@ class IntervalMetrics:
     data_share: float
     """Share of the step in which the rank that waits longest for its batch does."""
     straggler_ratio: float | None
-    """How much longer than its peers the slowest rank computes: its busy time, which is a step
-    without what it is blocked for, over the median of that of the other ranks of its stage. None
-    where no rank has peers. On a GPU only what the host does beside it is seen."""
+    """How much longer than its peers the slowest rank is busy: its step without what it waits for
+    other ranks, but with what it waits for its data, over the median of that of the other ranks of
+    its stage. None where no rank has peers. Of a GPU only what the host does beside it is seen."""
     straggler_rank: int | None
     """That rank, of the world."""
     sent_mb: dict[str, float]
@@ -228,7 +228,8 @@ class Event:
 
     def line(self) -> str:
         """For the console."""
-        return f"step {self.step:>6}  {'ALERT ' if self.kind in ('alert', 'fault') else ''}{self.text}"
+        prefix = "ALERT " if self.kind in ("alert", "fault") else ""
+        return f"step {self.step:>6}  {prefix}{self.text}"
 
 
 def perplexity(loss: float) -> float:

@@ -21,6 +21,7 @@ from megabit.checkpoint.verify import MoreTensors
 from megabit.data_parallel import Piece
 from megabit.data_parallel.lost import HEAD_ERROR, lost_names, lost_pieces, restore_lost
 from megabit.outer.opening import OWN_KINDS, SHARED_KINDS
+from megabit.outer.stale import Stale
 from megabit.reduce import gather_bytes
 from megabit.training.step import TrainingState
 
@@ -63,14 +64,16 @@ def more_of_manifest(state: TrainingState) -> dict[str, Any]:
         own_kinds=[kind for kind in OWN_KINDS if kind in kinds],
         partial_kinds=lost,
     )
-    own = {"updates": optimizer.updates, "state": state.progress.state()}
+    own: dict[str, Any] = {"updates": optimizer.updates, "state": state.progress.state()}
+    if isinstance(state.outer, Stale):
+        own["outer"] = state.outer.state()
     islands = gather_bytes(json.dumps(own).encode(), mesh.outer, mesh.device)
     return {"more_tensors": more.as_json(), "islands": [json.loads(text) for text in islands]}
 
 
 def saved_island(state: TrainingState, checkpoint: Checkpoint) -> tuple[int, Mapping[str, Any]]:
     """The island of a checkpoint that this rank's goes on from, and what was its own there:
-    ``updates`` and the guard's ``state``."""
+    ``updates``, the guard's ``state``, and where it stood with the ``outer`` weights' owner."""
     manifest = checkpoint.manifest
     own = {"updates": manifest.updates, "state": manifest.run.get("state", {})}
     islands = manifest.run.get("islands") or [own]

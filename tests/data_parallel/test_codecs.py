@@ -145,10 +145,10 @@ def test_topk_takes_the_largest_and_of_equal_ones_the_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "columns", "kept"), [(0.1, 30, 3), (0.01, 300, 3), (0.01, 301, 4), (0.001, 5, 1)]
+    ("ratio", "columns", "kept"), [(0.07, 100, 7), (0.01, 300, 3), (0.01, 301, 4), (0.001, 5, 1)]
 )
 def test_topk_keeps_the_share_that_is_written(ratio: float, columns: int, kept: int) -> None:
-    """0.1 · 30 is above 3 in binary."""
+    """0.07 · 100 is above 7 in binary."""
     assert TopKCodec(ratio).kept(columns) == kept
     assert (sent(TopKCodec(ratio), draw(4, columns)) != 0).sum(-1).eq(kept).all()
 

@@ -55,6 +55,8 @@ def test_ranks_that_the_launcher_has_dealt_out_in_turn() -> None:
 def test_two_launchers_on_a_host() -> None:
     alone = [replace(place, local_rank=0, local_world_size=1) for place in cluster_of(2).places]
     assert "a has 2 ranks, but LOCAL_WORLD_SIZE says 1" in words(Cluster.of(alone))
+    unsaid = [replace(place, local_world_size=None) for place in cluster_of(2).places]
+    assert words(Cluster.of(unsaid)) == ""
 
 
 def test_ranks_that_share_a_gpu() -> None:

@@ -193,6 +193,17 @@ def test_the_next_save_meets_a_fault_of_the_disk(
     assert_same_tensors(checkpoint(folder, 6), checkpoint(plain, 6))
 
 
+def test_each_rank_says_itself_what_it_tries_again(
+    corpus: CorpusInfo, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(corpus, tmp_path / "run", drill("storage_error", rank=1, step=1), *SAVES)
+    train(config, 2)
+    alerts = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ALERT")]
+    assert len(alerts) == 1
+    assert alerts[0].startswith("ALERT rank 1: writing ")
+    assert alerts[0].endswith("failed (Input/output error); retry 1 of 3 in 0.01 s")
+
+
 def test_an_exception_ends_the_run(corpus: CorpusInfo, tmp_path: Path) -> None:
     config = config_of(corpus, tmp_path / "run", drill("exception", rank=1))
     with pytest.raises(RankError, match="DrillError: exception on rank 1, before step 3"):
@@ -235,6 +246,7 @@ def test_a_damaged_list_of_members_is_refused(tmp_path: Path, text: str) -> None
         read_members(path)
 
 
-def test_drills_of_ranks_that_there_are_not_are_refused() -> None:
-    (problem,) = find_problems(tiny(drill("kill", rank=2)), 2)
-    assert problem == "faults.drills[0].rank: 2 is not among the ranks 0 to 1"
+def test_drills_that_cannot_be_are_refused() -> None:
+    assert find_problems(tiny(drill("kill", rank=2)), 2) == []  # an elastic job may have it later
+    with pytest.raises(UserError, match=r"faults.drills\[0\].rank: must be 0 or more, not -1"):
+        tiny(drill("kill", rank=-1))

@@ -27,20 +27,23 @@ from megabit.mesh import ParallelMesh
 from megabit.outer.owner import Owner
 from megabit.outer.stale import Stale
 from megabit.training.step import TrainingState, train_step
-from tests.training.tiny import global_batch, make_mesh, tiny
+from tests.training.tiny import SETTINGS, global_batch, make_mesh, tiny
 
-SOON_S = 120.0
+SOON_S = 40.0
 """By when what must happen has happened, on a slow machine too."""
+
+
+def stale_settings(port: int, island: int) -> tuple[str, ...]:
+    return (
+        *("outer.method=stale", "outer.islands=2", "outer.inner_steps=3"),
+        *(f"outer.owner=127.0.0.1:{port}", f"outer.island={island}"),
+        *("faults.retry_pause_s=0.05", "faults.retries=4000", "train.micro_batch_size=1"),
+    )
 
 
 def stale_config(port: int, island: int = 0, *settings: str) -> Config:
     """One of two islands that meet after 3 steps, unless told otherwise."""
-    return tiny(
-        *("outer.method=stale", "outer.islands=2", "outer.inner_steps=3"),
-        *(f"outer.owner=127.0.0.1:{port}", f"outer.island={island}"),
-        *("faults.retry_pause_s=0.05", "faults.retries=4000", "train.micro_batch_size=1"),
-        *settings,
-    )
+    return tiny(*stale_settings(port, island), *settings)
 
 
 def share_of(config: Config, mesh: ParallelMesh, step: int, island: int) -> Batch:
@@ -138,7 +141,7 @@ def owner_process(
 ) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """``megabit owner`` in a process, and the file of what it prints; killed at the end."""
     said = state.with_suffix(f".{time.monotonic_ns()}.log")
-    config = [*_as_settings(port), *settings]
+    config = [*SETTINGS, *stale_settings(port, 0), *settings]
     command = [sys.executable, "-m", "megabit", "owner", *config, "--state", str(state)]
     with said.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, text=True)
@@ -149,16 +152,6 @@ def owner_process(
         if process.poll() is None:
             process.kill()
         process.wait()
-
-
-def _as_settings(port: int) -> list[str]:
-    from tests.training.tiny import SETTINGS
-
-    return [
-        *SETTINGS,
-        *("outer.method=stale", "outer.islands=2", "outer.inner_steps=3"),
-        *(f"outer.owner=127.0.0.1:{port}", "train.micro_batch_size=1"),
-    ]
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

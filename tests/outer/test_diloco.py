@@ -162,18 +162,22 @@ def test_bytes_are_a_small_part_of_plain_training() -> None:
 
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_a_run_ends_with_one_model(fragments: int) -> None:
-    """Whatever of the last round is left over; what has just met does not meet again."""
+    """Whatever of the last round is left over comes to its plain mean; what has just met does not
+    meet again."""
     config = outer_config(2, f"outer.fragments={fragments}")
 
-    def train(steps: int) -> tuple[bool, float, Weights]:
+    def train(steps: int) -> tuple[Weights, bool, float, Weights]:
         run = IslandRun.create(config).train(steps)
-        before = run.sent()
+        before, sent = run.weights(), run.sent()
         met = run.outer.conclude(steps)
-        return met, run.sent() - before, run.weights()
+        return before, met, run.sent() - sent, run.weights()
 
     for steps in (5, 7):
         ranks = run_ranks(functools.partial(train, steps), 2)
-        assert_same_model(ranks[0][2], ranks[1][2])
+        assert_same_model(ranks[0][3], ranks[1][3])
+        islands = (rank[0].masters for rank in ranks)
+        for one, a, b in zip(ranks[0][3].masters, *islands, strict=True):
+            assert torch.equal(one, (a + b) / 2)
         is_over = fragments == 1 and steps == 5
-        assert all(rank[0] is not is_over for rank in ranks)
-        assert all((rank[1] == 0) is is_over for rank in ranks)
+        assert all(rank[1] is not is_over for rank in ranks)
+        assert all((rank[2] == 0) is is_over for rank in ranks)

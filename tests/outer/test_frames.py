@@ -110,13 +110,14 @@ def test_a_number_is_a_whole_number_in_its_bounds(value: object) -> None:
 
 
 SHAPES = {"a": (4, 6), "b": (5,)}
+OWN = {"outer.islands": 2, "outer.lr": 0.7}
 WHOLE = [["a", [0, 4], [0, 6]], ["b", [0, 5]]]
 
 
 def hello(**changes: object) -> Frame:
     fields: dict[str, object] = {
         "kind": "hello",
-        "settings": {},
+        "settings": OWN,
         "island": 1,
         "rank": 0,
         "ranks": 2,
@@ -132,16 +133,18 @@ def hello(**changes: object) -> Frame:
 
 
 def test_a_hello_survives_its_way() -> None:
-    said = Hello.parse(hello(), SHAPES, 2)
+    said = Hello.parse(hello(), OWN, SHAPES)
     assert said.gives == (Region("a", ((0, 4), (0, 6))), Region("b", ((0, 5),)))
     fields = json.loads(json.dumps({"kind": "hello", **said.fields()}))
-    assert Hello.parse(Frame("hello", fields, 0), SHAPES, 2) == said
+    assert Hello.parse(Frame("hello", fields, 0), OWN, SHAPES) == said
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("settings", [1]),
+        ("settings", {}),
+        ("settings", {"outer.islands": 2, "outer.lr": 0.5}),
         ("island", 2),
         ("island", -1),
         ("rank", 2),
@@ -169,8 +172,8 @@ def test_a_hello_survives_its_way() -> None:
     ],
 )
 def test_a_hello_that_makes_no_sense_is_refused(field: str, value: object) -> None:
-    with pytest.raises(FrameError, match="hello: ") as refused:
-        Hello.parse(hello(**{field: value}), SHAPES, 2)
+    with pytest.raises(FrameError, match=r"hello: |settings: outer") as refused:
+        Hello.parse(hello(**{field: value}), OWN, SHAPES)
     assert "\x1b" not in str(refused.value)
 
 
@@ -227,7 +230,7 @@ def test_an_owner_survives_everything_that_is_sent_to_it(tmp_path: Path) -> None
             if answer and "middle" not in reason:
                 assert json.loads(answer[18:])["kind"] == "refuse"
         for header, reason in (
-            (hello(gives=[["lm_head.oops", [0, 1]]]).fields, "which the model has not"),
+            ({**said, "gives": [["lm_head.oops", [0, 1]]]}, "which the model has not"),
             ({**said, "settings": {**said["settings"], "outer.lr": 0.5}}, "outer.lr is '0.5' ther"),
             ({"kind": "round", "round": 0}, "came where hello was to come"),
         ):

@@ -126,7 +126,7 @@ def test_if_a_rank_dies_its_island_does(tmp_path: Path) -> None:
         assert {join.result().round for join in joins} == {0}
         waiting = Background(lambda: links[0].go_on(1, 1, 0))
         links[1].close()
-        with pytest.raises(Exception, match="ended|reset"):
+        with pytest.raises(Exception, match=r"ended|reset"):
             waiting.result()
         wait_until(lambda: "island 0 dropped: rank 1: its connection has ended" in lines)
         assert owner.rounds.islands[0].state == "dropped"
@@ -159,7 +159,7 @@ def test_the_file_is_the_newest_anchor_and_is_checked(tmp_path: Path) -> None:
     whole = state.read_bytes()
     for damage in (whole[:-5], b"", whole.replace(b"anchor/", b"nchora/")):
         state.write_bytes(damage)
-        with pytest.raises(UserError, match="outer.safetensors: is damaged"):
+        with pytest.raises(UserError, match=r"outer.safetensors: is damaged"):
             Owner(stale_config(1), state)
     save_file({"x": torch.zeros(1)}, state)
     with pytest.raises(UserError, match="holds no outer weights; name another --state"):

@@ -26,9 +26,11 @@ from tests.outer.jobs import (
     owner_process,
     share_of,
     stale_config,
+    stale_settings,
     wait_until,
 )
-from tests.training.tiny import Owned, logical, make_mesh, owned, tiny
+from tests.training.runs import AtStep, checkpoint, config_of, train, train_here
+from tests.training.tiny import Owned, logical, make_mesh, owned, tiny, tiny_corpus
 
 STEPS = 7
 """Two rounds, and a step that is left over."""
@@ -335,3 +337,35 @@ def test_an_island_that_resumes_in_the_middle_of_a_round_has_the_same_bits(tmp_p
         for job, plain in zip(jobs, expected, strict=True):
             assert same(job.result(), plain)
     assert "island 1 came back in round 1" in lines
+
+
+@pytest.mark.slow
+def test_runs_that_are_stopped_and_go_on_are_diloco_bit_by_bit(tmp_path: Path) -> None:
+    """Two jobs of ``megabit train``, each with a folder of its own, against two islands of one
+    world. Both are stopped in the middle of a round, and so is the owner."""
+    corpus = tiny_corpus(tmp_path)
+    same_run = ("outer.islands=2", "outer.inner_steps=3", "train.steps=7", "run.timeout_s=60")
+    together = tmp_path / "together"
+    settings = ("outer.method=diloco", "train.micro_batch_size=1", *same_run)
+    train(config_of(corpus, together, *settings), 2)
+
+    def job(port: int, island: int, stop_after: int | None) -> Job:
+        folder = tmp_path / f"island{island}"
+        config = config_of(corpus, folder, *stale_settings(port, island), *same_run)
+        if stop_after is None:
+            return Job.start(partial(train_here, config))
+        return Job.start(partial(train_here, config, partial(AtStep, stop_after, signal.SIGTERM)))
+
+    for stop_after in (4, None):
+        with owner_here(tmp_path, *same_run) as (port, lines, _):
+            jobs = [job(port, island, stop_after) for island in (0, 1)]
+            for finished, said in (job.result() for job in jobs):
+                assert finished is (stop_after is None)
+                assert stop_after is None or "Stopped after step 4" in said
+    assert "island 0 came back in round 1" in lines
+    ends = [checkpoint(tmp_path / f"island{island}", 7) for island in (0, 1)]
+    whole = checkpoint(together, 7)
+    for island, tensors in enumerate(ends):
+        prefix = f"island{island}." if island else ""
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, whole[prefix + name]), name

@@ -206,6 +206,12 @@ def test_time_by_phase_and_what_is_waited_for() -> None:
     # The steps' other waits are of milliseconds; the first ones begin a little apart.
     assert late_s / 2 < waited < metrics.step_s
     assert 0.05 < metrics.exposed_share < 1
+    # The larger one of two is between their mean and their sum.
+    waited_for_data = metrics.data_share * metrics.step_s
+    assert metrics.time_s["data"] < waited_for_data <= 2 * metrics.time_s["data"]
+    assert metrics.straggler_rank == 1  # its disk is slow
+    assert metrics.straggler_ratio is not None
+    assert metrics.straggler_ratio > 1
     assert metrics.exposed_s["tp"] == metrics.exposed_s["pp"] == 0
 
 

@@ -21,7 +21,7 @@ from megabit.config import Config
 from megabit.data.corpus import CorpusInfo
 from megabit.data.sampler import TrainingSampler
 from megabit.launch import run_ranks
-from megabit.training import trainer
+from megabit.training import sampler, trainer
 from megabit.training.measures import Measures, Stopped
 from megabit.training.step import StepReport
 from tests.training.runs import (
@@ -104,7 +104,7 @@ def test_a_rollback_ends_in_the_bits_of_a_run_that_never_saw_the_window(
     world_size: int,
 ) -> None:
     settings = (*LEARNS, f"guard.rules=[{SPIKE}]", *layout)
-    monkeypatch.setattr(trainer, "TrainingSampler", CorruptedSampler)
+    monkeypatch.setattr(sampler, "TrainingSampler", CorruptedSampler)
     finished, seen = run(config_of(corpus, tmp_path / "back", *settings), world_size)
     assert finished == [True] * world_size
     assert seen == [[(11, ["rollback"])]] * world_size
@@ -143,7 +143,7 @@ def test_a_rollback_to_the_start_forgets_all_moments(
 ) -> None:
     settings = (*LEARNS[:2], "checkpoint.save_interval=16", f"optim.name={name}")
     settings += (f"guard.rules=[{SPIKE}]",)
-    monkeypatch.setattr(trainer, "TrainingSampler", CorruptedSampler)
+    monkeypatch.setattr(sampler, "TrainingSampler", CorruptedSampler)
     _, seen = run(config_of(corpus, tmp_path / "back", *settings), 1)
     assert seen == [[(11, ["rollback"])]]
     run(config_of(corpus, tmp_path / "without", *settings, "data.skip_samples=[0,96]"), 1)
@@ -156,7 +156,7 @@ def test_a_run_that_is_stopped_right_after_a_rollback_knows_of_it(
     corpus: CorpusInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = (*LEARNS, f"guard.rules=[{SPIKE}]")
-    monkeypatch.setattr(trainer, "TrainingSampler", CorruptedSampler)
+    monkeypatch.setattr(sampler, "TrainingSampler", CorruptedSampler)
     stopped = config_of(corpus, tmp_path / "stopped", *settings)
     assert run(stopped, 2, KilledAfterRollback)[0] == [False, False]
     finished, seen = run(stopped, 2)
@@ -173,7 +173,7 @@ def test_a_rollback_takes_its_samples_from_the_stream(
     """Of which some are left out already: what touches those becomes one window with them."""
     rule = SPIKE.replace("above: 3", "above: 2")  # a step earlier, losses lie further apart
     settings = (*LEARNS, f"guard.rules=[{rule}]", "data.skip_samples=[40,48,96,104]")
-    monkeypatch.setattr(trainer, "TrainingSampler", CorruptedSampler)
+    monkeypatch.setattr(sampler, "TrainingSampler", CorruptedSampler)
     _, seen = run(config_of(corpus, tmp_path, *settings), 1)
     # The bad samples, 88 to 95, are in step 10 now; that of step 8 begins with sample 72.
     assert seen == [[(10, ["rollback"])]]

@@ -50,8 +50,8 @@ class BlockCodec:
         n, rows, columns = x.shape
         blocks = self._blocks(x)
         scales = blocks.abs().amax(-1, keepdim=True)
-        # In a block of zeros, or of an infinite scale, all codes are 0: x/∞, or NaN replaced.
-        divisors = scales.where(scales.isfinite() & (scales > 0), math.inf)
+        # In a block of zeros, or one that is not finite, all codes are 0: x/∞, or a NaN replaced.
+        divisors = scales.where(scales > 0, math.inf)
         codes = (blocks / divisors).mul_(self.limit).round_().nan_to_num_(0)
         codes = codes.flatten(2)[..., :columns]
 

@@ -14,7 +14,6 @@ element so.
 Source: arXiv 1705.07878, without its layer-wise clipping of gradients.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +38,8 @@ class TernaryCodec:
         if maximum is None:
             raise ValueError("TernGrad needs the largest magnitude of all ranks")
         n, rows, columns = x.shape
-        # Of zeros, or of an infinite maximum, all codes are 0: the probability is x/∞, or NaN.
-        divisor = maximum.where(maximum.isfinite() & (maximum > 0), math.inf)
-        drawn = torch.rand(x.shape, generator=generator, device=x.device) < (x / divisor).abs_()
+        # Where all is 0, or the maximum is not finite, nothing is drawn: no number is below a NaN.
+        drawn = torch.rand(x.shape, generator=generator, device=x.device) < (x / maximum).abs_()
         codes = x.sign().where(drawn, 0).to(torch.int8)
 
         message = x.new_zeros((n, self.tensor_bytes(rows, columns)), dtype=torch.uint8)

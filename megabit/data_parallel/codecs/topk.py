@@ -35,7 +35,7 @@ class TopKCodec:
     needs_maximum = False
 
     def kept(self, columns: int) -> int:
-        """Elements of a row that are sent. The ratio counts as it is written: 0.1 of 30 is 3."""
+        """Elements of a row that are sent. The ratio counts as written: 0.07 of 100 is 7."""
         return math.ceil(Fraction(str(self.ratio)) * columns)
 
     def tensor_bytes(self, rows: int, columns: int) -> int:

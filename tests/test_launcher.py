@@ -1,0 +1,228 @@
+"""The launcher's options, what other launchers tell a process, and hosts with fixed numbers."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from megabit.cli import environment
+from megabit.cli.environment import Launch, adopt_scheduler, first_node
+from megabit.cli.launcher import LaunchOptions
+from megabit.cli.meeting import open_meeting
+from megabit.config import load_config
+from megabit.errors import UserError
+from tests.command import refused
+
+# Options.
+
+
+def test_the_worlds_that_may_be() -> None:
+    assert LaunchOptions.of(4).world_sizes == [4]
+    options = LaunchOptions.of(2, "1:3", "node0:29400")
+    assert options.world_sizes == [6, 4, 2]
+    assert options.is_elastic
+    assert options.endpoint == ("node0", 29400)
+    assert LaunchOptions.of(1, "2", "[fe80::1]:29400", node_rank=1).endpoint == ("fe80::1", 29400)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nnodes", "0"], "--nnodes: must be a number like 2, or a range like 1:4, not 0"),
+        (["--nnodes", "3:2"], "--nnodes: must be a number like 2, or a range like 1:4, not 3:2"),
+        (["--nnodes", "many"], "--nnodes: must be a number like 2, or a range like 1:4, not many"),
+        (
+            ["--nnodes", "2"],
+            "--rdzv-endpoint: --nnodes 2 needs a place to meet; give host:port of one of the hosts",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "node0"],
+            "--rdzv-endpoint: must be host:port, like node0:29400, not node0",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "node0:99999"],
+            "--rdzv-endpoint: must be host:port, like node0:29400, not node0:99999",
+        ),
+        (
+            ["--nnodes", "1:2", "--rdzv-endpoint", "node0:1", "--node-rank", "0"],
+            "--node-rank: hosts cannot come and go in a fixed order; leave it out with "
+            "--nnodes 1:2",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "node0:1", "--node-rank", "2"],
+            "--node-rank: 2 is not below --nnodes 2",
+        ),
+    ],
+)
+def test_options_that_make_no_sense(arguments: list[str], message: str) -> None:
+    assert refused("train", "--nproc-per-node", "1", *arguments) == message
+
+
+def test_options_without_ranks_to_start() -> None:
+    assert refused("train", "--max-restarts", "2") == (
+        "--nproc-per-node: say how many ranks to start on each host"
+    )
+
+
+def test_a_launcher_within_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="a launcher has started this process already"):
+        LaunchOptions.of(2)
+
+
+# Schedulers.
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            },
+            ("3", "4", "3", "4", "127.0.0.1", "29500"),
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MASTER_ADDR": "host0"},
+            ("1", "2", "0", None, "host0", "29500"),
+        ),
+        (
+            {
+                "SLURM_PROCID": "9",
+                "SLURM_STEP_NUM_TASKS": "16",
+                "SLURM_NTASKS": "32",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_NODELIST": "gpu[07-08]",
+                "SLURM_JOB_ID": "1234567",
+                "SLURM_STEP_ID": "2",
+            },
+            ("9", "16", "1", None, "gpu07", "21971"),
+        ),
+        (
+            {
+                "SLURM_PROCID": "1",
+                "SLURM_NTASKS": "2",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_NODELIST": "one",
+                "SLURM_NTASKS_PER_NODE": "2",
+                "MASTER_PORT": "4000",
+            },
+            ("1", "2", "1", "2", "127.0.0.1", "4000"),
+        ),
+    ],
+    ids=["open-mpi", "mpich", "slurm", "slurm-one-host"],
+)
+def test_what_schedulers_tell(variables: dict[str, str], expected: tuple[str | None, ...]) -> None:
+    adopt_scheduler(variables)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert tuple(map(variables.get, names)) == expected
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        # In a batch script and in a shell of salloc.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1", "SLURM_NODELIST": "a"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "a"},
+    ],
+    ids=["none", "batch", "one-task"],
+)
+def test_a_process_of_its_own(variables: dict[str, str]) -> None:
+    before = dict(variables)
+    adopt_scheduler(variables)
+    assert variables == before
+
+
+def test_where_rank_0_is_has_to_be_told_to_ranks_of_mpi_on_several_hosts() -> None:
+    variables = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}
+    with pytest.raises(UserError, match=r"^MASTER_ADDR: mpirun does not say where"):
+        adopt_scheduler(variables)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[003-010,014],cpu1", "gpu003"),
+        ("rack[1,3]-ib,other", "rack1-ib"),
+        ("a-b[09-11]", "a-b09"),
+    ],
+)
+def test_first_node(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+def test_the_site_sets_what_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_IB_HCA", "")  # so that it is put back
+    monkeypatch.delenv("NCCL_IB_HCA")
+    config = load_config(["site.environment={NCCL_DEBUG: WARN, NCCL_IB_HCA: mlx5}"])
+    environment.set_site(config)
+    assert os.environ["NCCL_DEBUG"] == "INFO"
+    assert os.environ["NCCL_IB_HCA"] == "mlx5"
+
+
+def test_the_flight_recorder_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (
+        *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
+        *("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    )
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torch's agent sets it
+    environment.set_flight_recorder(Path("run/faults/nccl_trace_rank_"))
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == "run/faults/nccl_trace_rank_"
+
+
+def test_ranks_by_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Launch.from_environment() == Launch(5, 1, 8, 4)
+    monkeypatch.setenv("RANK", "8")
+    with pytest.raises(UserError, match="RANK: 8 is not below WORLD_SIZE=8"):
+        Launch.from_environment()
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(UserError, match="must be numbers"):
+        Launch.from_environment()
+
+
+# Hosts with fixed numbers.
+
+
+def test_hosts_meet_in_their_order_and_again() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    met: dict[tuple[int, int], tuple[int, int, str, int]] = {}
+
+    def host(node: int) -> None:
+        options = LaunchOptions.of(1, "3", f"127.0.0.1:{port}", node_rank=node)
+        meeting = open_meeting(options)
+        for round in range(2):
+            info = meeting.next_rendezvous()
+            place = info.bootstrap_store_info
+            met[node, round] = (info.rank, info.world_size, place.master_addr, place.master_port)
+
+    threads = [threading.Thread(target=host, args=(node,)) for node in range(3)]
+    for thread in reversed(threads):  # the one that has the store comes last
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(met) == 6
+    ports = [{met[node, round][3] for node in range(3)} for round in range(2)]
+    assert [len(each) for each in ports] == [1, 1]
+    assert ports[0] != ports[1]  # old keys are out of the way
+    for (node, _), (rank, size, address, _) in met.items():
+        assert (rank, size, address) == (node, 3, "127.0.0.1")
