@@ -62,7 +62,8 @@ SERVERS = ("chat", "serve")
 
 def code_blocks(document: Path, language: str) -> list[str]:
     text = document.read_text(encoding="utf-8")
-    return re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    return [block for name, block in blocks if name == language]
 
 
 def commands(*documents: Path) -> list[str]:

@@ -163,7 +163,7 @@ def test_the_site_sets_what_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_IB_HCA", "")  # so that it is put back
     monkeypatch.delenv("NCCL_IB_HCA")
-    config = load_config(["site.environment={NCCL_DEBUG: WARN, NCCL_IB_HCA: mlx5}"])
+    config = load_config(["site.environment.NCCL_DEBUG=WARN", "site.environment.NCCL_IB_HCA=mlx5"])
     environment.set_site(config)
     assert os.environ["NCCL_DEBUG"] == "INFO"
     assert os.environ["NCCL_IB_HCA"] == "mlx5"

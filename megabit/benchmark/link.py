@@ -161,5 +161,7 @@ def _run(command: Sequence[str]) -> str:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         why = result.stderr.strip().splitlines() or ["no reason given"]
-        raise UserError(f"needs network namespaces: {' '.join(command)}: {why[-1]}")
+        raise UserError(
+            f"the kernel, or this user's rights, do not do: {' '.join(command)}: {why[-1]}"
+        )
     return result.stdout

@@ -171,7 +171,7 @@ def _set(tree: DictConfig, setting: _Setting) -> str | None:
     if isinstance(node[leaf], DictConfig):
         if setting.value is None and setting.text is None:  # an empty section sets nothing
             return None
-        return f"{key}: is a section; set its keys, such as {key}.{next(iter(node[leaf]))}"
+        return f"{key}: is a section; set its keys, such as {key}.{next(iter(node[leaf]), 'NAME')}"
     kind = get_type_hints(OmegaConf.get_type(node))[leaf]
     if kind is bool and not isinstance(setting.value, bool):
         return f"{key}: must be true or false, not {setting.value!r}"

@@ -77,7 +77,8 @@ class ShardedParameter(nn.Parameter):
         instead of to whoever had them, and keep none."""
 
         def hand_over(parameter: Tensor) -> None:
-            assert isinstance(parameter, ShardedParameter) and parameter._collector is not None
+            assert isinstance(parameter, ShardedParameter)
+            assert parameter._collector is not None
             if parameter.grad is not None:  # else a function has handed it over
                 parameter._collector(parameter.grad)
                 parameter.grad = None

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "COLUMNS": "200",
 }
+PLACES = ("data.dir=corpus", "run.dir=run")
 PATIENCE_S = 120.0
 """For what should take seconds: on a machine that does other things as well, too."""
 
@@ -64,7 +65,7 @@ def started(
     said = folder / f"{name}.txt"
     with said.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command, "train", *SETTINGS, "data.dir=corpus", *arguments],
+            [sys.executable, "-m", *command, "train", *SETTINGS, *PLACES, *arguments],
             cwd=folder,
             env=ENVIRONMENT,
             stdout=file,
