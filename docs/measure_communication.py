@@ -33,8 +33,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results" / "communication"
 RANKS = 2
 SEEDS = (1, 2, 3)
-T_975 = 4.303
-"""Student's t for a 95 % interval of three pairs."""
 WEIGHT_COLUMNS = 128
 """Of most of the model's matrices: rows for which bytes for each weight are given."""
 GRADIENTS = "dp weight gradients"
@@ -133,10 +131,10 @@ def weight_bytes(arm: Arm) -> float:
     return codec.tensor_bytes(WEIGHT_COLUMNS, WEIGHT_COLUMNS) / WEIGHT_COLUMNS**2
 
 
-def interval(values: list[float]) -> str:
-    """Mean, and half of Student's 95 % interval."""
-    half = T_975 * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.fmean(values):+.4f} ± {half:.4f}"
+def differences(losses: list[float], others: list[float]) -> str:
+    """Mean of the differences of pairs, and each of them."""
+    found = [loss - other for loss, other in zip(losses, others, strict=True)]
+    return f"{statistics.fmean(found):+.3f} ({', '.join(f'{x:+.3f}' for x in found)})"
 
 
 def report(runs: Path) -> None:
@@ -152,8 +150,8 @@ def report(runs: Path) -> None:
     found = [measured(arm, seed, runs) for arm in ARMS for seed in SEEDS]
     (RESULTS / "compression.json").write_text(json.dumps(found, indent=1) + "\n")
     print(
-        "| gradients | bytes/weight | gradients, MB/step | DP, MB/step | held-out loss, seeds "
-        "1, 2, 3 | mean | difference, 95 % interval |\n|---|---|---|---|---|---|---|"
+        "| gradients | bytes/weight | gradients, MB/step | DP, MB/step | held-out loss | "
+        "to float32 (by seed) |\n|---|---|---|---|---|---|"
     )
     whole = last_losses(found, ARMS[0])
     for arm in ARMS:
@@ -162,10 +160,8 @@ def report(runs: Path) -> None:
         if not math.isclose(own["gradients_mb"], expected_mb(arm), rel_tol=1e-9):
             sys.exit(f"{arm.name}: {own['gradients_mb']} MB sent, {expected_mb(arm)} expected")
         row = [arm.name, f"{weight_bytes(arm):.3f}", f"{own['gradients_mb']:.3f}"]
-        row += [f"{own['dp_mb']:.3f}", ", ".join(f"{loss:.4f}" for loss in losses)]
-        row.append(f"{statistics.fmean(losses):.4f}")
-        pairs = [loss - other for loss, other in zip(losses, whole, strict=True)]
-        row.append("" if arm is ARMS[0] else interval(pairs))
+        row += [f"{own['dp_mb']:.3f}", f"{statistics.fmean(losses):.3f}"]
+        row.append("" if arm is ARMS[0] else differences(losses, whole))
         print("| " + " | ".join(row) + " |")
     draw(found)
 
@@ -191,7 +187,7 @@ def draw(found: list[dict[str, Any]]) -> None:
         marker = "o" if arm.feeds_back else "x"
         ends = last_losses(found, arm)
         right.plot([runs[0]["gradients_mb"]] * len(ends), ends, marker, color=color)
-    left.set(xlabel="step", ylabel="held-out loss", title="Mean of three seeds")
+    left.set(xlabel="step", ylabel="held-out loss", title=f"Mean of {len(SEEDS)} seeds")
     left.legend(fontsize=7)
     right.set(
         xscale="log",

@@ -47,7 +47,7 @@ def diloco(name: str, color: str, *settings: str, style: str = "-") -> Arm:
     return Arm(name, (*common, *settings), color, style)
 
 
-RATE = ("outer.lr=0.7", "outer.momentum=0.9")
+RATE = ("outer.lr=1.0", "outer.momentum=0.0")
 """Chosen by ``tune``."""
 SYNCHRONOUS = Arm("synchronous")
 ARMS = (
@@ -63,7 +63,7 @@ ARMS = (
         "--",
     ),
 )
-RATES = ((1.0, 0.0), (0.7, 0.6), (0.7, 0.9))
+RATES = ((1.0, 0.0), (0.9, 0.2), (0.7, 0.6), (0.7, 0.9))
 """(lr, momentum) of the outer step that ``tune`` tries, with a model of a sixth of the size."""
 SMALL = (
     *("model.hidden_size=128", "model.intermediate_size=384", "model.num_hidden_layers=3"),

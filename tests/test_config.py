@@ -19,8 +19,11 @@ from megabit.config import (
 from megabit.errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-YAML_FILES = sorted(p for p in EXAMPLES.rglob("*.yaml") if p.parent.name != "serving")
-"""Those of served models have settings of their own (``test_serving_examples``)."""
+YAML_FILES = sorted(
+    path for path in EXAMPLES.rglob("*.yaml") if path.parent.name not in ("serving", "launch")
+)
+"""Those of served models have settings of their own (``test_serving_examples``), and those of
+launchers are no settings (``test_launch_files``)."""
 
 
 def problems_of(*arguments: str | Path, world_size: int | None = None) -> tuple[str, ...]:

@@ -186,6 +186,13 @@ def set_site(config: Config) -> None:
         os.environ.setdefault(name, value)
 
 
+def hush_torch() -> None:
+    """Let torch's C++ code print errors only, unless the user wants more. Else each lost connection
+    is a page of stack traces, beside the line that megabit prints. To be called before torch is
+    imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def set_flight_recorder(prefix: Path) -> None:
     """Have NCCL's flight recorder on: if a collective times out, each rank writes what it had in
     flight to ``prefix`` and its number. To be called before the process group exists.

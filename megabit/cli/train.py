@@ -14,6 +14,7 @@ from megabit.cli.device import device_of
 from megabit.cli.environment import (
     Launch,
     give_up,
+    hush_torch,
     launcher_pid,
     leave,
     note_outcome,
@@ -73,6 +74,7 @@ def train(
     Example: megabit train examples/model/tiny.yaml examples/parallel/tp2_pp2.yaml
     data.text=my_texts/ --nproc-per-node 4
     """
+    hush_torch()
     settings = [*(settings or []), *["checkpoint.auto_fallback=true"] * auto_fallback]
     if nproc_per_node is not None:
         options = LaunchOptions.of(

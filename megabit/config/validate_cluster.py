@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 
 from megabit.config.cluster import OuterConfig
 from megabit.config.schema import Config
@@ -102,12 +103,12 @@ def _topology(config: Config, world_size: int | None) -> Iterator[str]:
 def _outer(config: Config) -> Iterator[str]:
     outer, default = config.outer, OuterConfig()
     if outer.method == "none":
-        for key in ("islands", "inner_steps", "fragments", "staleness", "island", "owner", "wire"):
-            if getattr(outer, key) != getattr(default, key):
+        for key in (field.name for field in fields(outer)):
+            if key != "method" and getattr(outer, key) != getattr(default, key):
                 yield f"outer.{key}: has no effect with outer.method=none; use diloco"
         return
     if outer.method != "stale":
-        for key in ("staleness", "owner", "island"):
+        for key in ("staleness", "owner", "island", "patience_s"):
             if getattr(outer, key) != getattr(default, key):
                 yield f"outer.{key}: has no effect with outer.method={outer.method}; use stale"
     elif not _is_address(outer.owner):
@@ -116,6 +117,11 @@ def _outer(config: Config) -> Iterator[str]:
         )
     elif outer.island >= outer.islands:
         yield f"outer.island: {outer.island} is not below outer.islands={outer.islands}"
+    elif 0 < config.faults.hang_s <= outer.patience_s:
+        yield (
+            f"outer.patience_s: {outer.patience_s} is as long as faults.hang_s="
+            f"{config.faults.hang_s}, after which a rank that waits ends; use less"
+        )
     if outer.method == "stale" and outer.wire != "float32":
         yield f"outer.wire: {outer.wire} is for outer.method=diloco; stale sends float32"
     if outer.method == "stale" and config.precision.compute == "float64":

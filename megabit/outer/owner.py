@@ -48,7 +48,7 @@ CLOSING_S = 5.0
 """For the last answers to be sent."""
 MAX_CONNECTIONS = 4096
 REPORT_S = 10.0
-"""How often rounds are reported, at most."""
+"""How often rounds are reported that are like the one before."""
 
 
 class Owner:
@@ -82,7 +82,8 @@ class Owner:
         self._connections: set[Channel] = set()
         self._sessions: dict[int, Session] = {}
         self._weights: OuterWeights | None = None
-        self._reported = -math.inf
+        self._is_closing = False
+        self._reported: tuple[float, list[int]] = (-math.inf, [])
         remembered = config.outer.staleness + 1
         outer = config.outer
         version, states = 0, None
@@ -117,6 +118,7 @@ class Owner:
         while self.rounds.is_over and self._connections and self._clock() < until:
             time.sleep(TICK_S / 10)
         with self._lock:
+            self._is_closing = True  # who loses its connection now has not left
             for channel in self._connections:
                 channel.close()
             if self._weights is not None and not self._save(self._weights):
@@ -363,7 +365,7 @@ class Owner:
     def _settle(self) -> None:
         """Close what can be closed, and let go on who can."""
         weights = self._weights
-        if weights is None:
+        if weights is None or self._is_closing:
             return
         while (terms := self.rounds.ready()) is not None:
             weights.close([*terms.values()], self._outer.lr, self._outer.momentum)
@@ -412,7 +414,7 @@ class Owner:
     def _leave(self, link: Link, why: str) -> None:
         """A rank's connection has ended: so does its island's part."""
         session = self._sessions.get(link.hello.island)
-        if session is None or session.links.get(link.hello.rank) is not link:
+        if self._is_closing or session is None or session.links.get(link.hello.rank) is not link:
             return
         for other in session.links.values():
             other.channel.close()
@@ -451,9 +453,10 @@ class Owner:
         return True
 
     def _report_round(self, islands: list[int]) -> None:
-        now = self._clock()
-        if now - self._reported >= REPORT_S or len(islands) < len(self.rounds.islands):
-            self._reported = now
+        """Every so often, and when it is of other islands than the one before."""
+        now, (then, before) = self._clock(), self._reported
+        if now - then >= REPORT_S or islands != before:
+            self._reported = now, islands
             self._report(
                 f"round {self.rounds.version - 1} closed: islands {', '.join(map(str, islands))}"
             )

@@ -25,16 +25,23 @@ HOST = ("--nproc-per-node", "1", "--nnodes", "1:2", "--max-restarts", "3")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def endpoint() -> tuple[str, str]:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return "--rdzv-endpoint", f"127.0.0.1:{probe.getsockname()[1]}"
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_host_is_lost_and_another_one_comes(tmp_path: Path) -> None:
     tiny_corpus(tmp_path)
-    job = (*EXACT, *HOST, *endpoint(), "faults.heartbeat_s=0.5")
+    port = free_port()
+    job = (*EXACT, *HOST, "--rdzv-endpoint", f"127.0.0.1:{port}", "faults.heartbeat_s=0.5")
     with started(tmp_path, *job, name="first") as first:
+        first.wait_for(lambda: listens(port))  # it is the one where hosts meet
         with started(tmp_path, *job, name="second") as second:
             first.wait_for(lambda: "× DP 2" in first.output + second.output)
             first.wait_for_step(11)
@@ -71,8 +78,9 @@ def test_a_host_is_lost_and_another_one_comes(tmp_path: Path) -> None:
 
 def test_a_host_too_many_for_the_batch_ends_the_job_with_a_line(tmp_path: Path) -> None:
     tiny_corpus(tmp_path)
-    job = ("train.global_batch_size=2", "--nproc-per-node", "1", "--nnodes", "1:2", *endpoint())
-    code, said = run(tmp_path, *job, "train.steps=2")
+    meeting = ("--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    job = ("train.global_batch_size=2", "train.steps=2", "--nproc-per-node", "1", *meeting)
+    code, said = run(tmp_path, *job)
     assert code == 0, said  # alone it fits
     assert said.startswith(
         "megabit: with 2 ranks the job would end: train.global_batch_size: 2 is not a multiple of "

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -111,16 +110,9 @@ class Job:
         except UserError:
             return set()
 
-    def losses(self) -> dict[int, float]:
-        """The loss of each step that stands; no step may be there twice."""
-        rows = [row for row in _rows(self.folder / "metrics.jsonl") if "loss" in row]
-        steps = [row["step"] for row in rows]
-        assert len(set(steps)) == len(steps), steps
-        return {row["step"]: row["loss"] for row in rows}
-
     def last_step(self) -> int:
         """Of those that are written down."""
-        return max(self.losses(), default=0)
+        return max(losses_of(self.folder), default=0)
 
     def logs(self) -> str:
         """What all launchers and ranks have printed."""
@@ -128,8 +120,11 @@ class Job:
         return "\n".join(f"--- {file.stem}\n{file.read_text()}" for file in files)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
+def losses_of(run: Path) -> dict[int, float]:
+    """The loss of each step of a run that stands; no step may be there twice."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    assert len(dict(losses)) == len(losses), losses
+    return dict(losses)

@@ -8,7 +8,7 @@ import pytest
 
 from megabit.cli.exit_codes import STOPPED
 from tests.command import megabit
-from tests.hosts.job import Job, hosts
+from tests.hosts.job import Job, hosts, losses_of
 from tests.training.tiny import SETTINGS, tiny_corpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -60,12 +60,12 @@ def test_hosts_go_and_come(tmp_path: Path) -> None:
         assert "Traceback" not in job.logs()
     print({what: f"{value:.0f} s" for what, value in seconds.items()})
 
-    losses = job.losses()
+    losses = losses_of(job.folder)
     assert list(losses) == list(range(1, len(losses) + 1))
     stop = f"faults.drills=[{{fault: term, rank: 0, step: {len(losses)}}}]"
     code, _, err = megabit("train", *settings(tmp_path), f"run.dir={tmp_path / 'alone'}", stop)
     assert code == STOPPED, err
-    alone = Job(cluster, tmp_path / "alone", []).losses()
+    alone = losses_of(tmp_path / "alone")
     # The order of sums over ranks, in double precision: see ``settings``. Other samples, or a step
     # that counts twice, would be seen in the second digit.
     assert losses == pytest.approx({step: alone[step] for step in losses}, rel=1e-12)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.job import Job, hosts
+from tests.hosts.job import Job, hosts, losses_of
 from tests.training.tiny import SETTINGS, tiny_corpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -25,7 +25,7 @@ def crossing(folder: Path, topology: str) -> tuple[float, dict[int, float]]:
         for host in (0, 1):
             job.start(host, options=[f"--node-rank={host}"])
         assert job.codes(0, 1) == [0, 0], job.logs()
-        return (cluster.sent_bytes(0) + cluster.sent_bytes(1)) / 2, job.losses()
+        return (cluster.sent_bytes(0) + cluster.sent_bytes(1)) / 2, losses_of(job.folder)
 
 
 def test_less_crosses_the_slow_link(tmp_path: Path) -> None:

@@ -112,14 +112,15 @@ class StaleRun:
 
 @contextmanager
 def owner_here(
-    folder: Path, *settings: str, save_every: int = 1
+    folder: Path, *settings: str, port: int = 0
 ) -> Iterator[tuple[int, list[str], Owner]]:
     """An owner in a thread of this process: its port, what it reports, and itself."""
-    stop, lines = threading.Event(), []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    stop = threading.Event()
+    lines: list[str] = []
+    with socket.create_server(("127.0.0.1", port)) as listener:
         port = listener.getsockname()[1]
         config = stale_config(port, 0, *settings)
-        owner = Owner(config, folder / "outer.safetensors", save_every, lines.append)
+        owner = Owner(config, folder / "outer.safetensors", report=lines.append)
         thread = threading.Thread(target=owner.serve, args=(listener, stop), daemon=True)
         thread.start()
         try:

@@ -221,7 +221,8 @@ def test_who_is_slow_is_dropped_and_told_when_it_comes(tmp_path: Path) -> None:
         together.result()
         assert same(fast.masters(), slow.masters())
         assert owner.rounds.version == 3
-    assert "round 2 closed: islands 0, 1" not in lines  # not every round is told
+    told = [line for line in lines if line.startswith("round")]  # who it is of, and every so often
+    assert told == ["round 0 closed: islands 0", "round 2 closed: islands 0, 1"]
 
 
 def test_an_island_that_is_killed_stops_nobody_and_comes_back(tmp_path: Path) -> None:
@@ -295,6 +296,31 @@ def test_an_owner_that_is_killed_goes_on_from_its_file(tmp_path: Path) -> None:
             assert last.wait() == 0
             assert "all islands have finished" in said.read_text()
         assert any("try 1 of 4000" in line for line in fast.said)
+
+
+def test_rounds_that_an_owner_has_forgotten_are_brought_again(tmp_path: Path) -> None:
+    """A round that was delivered and not closed is not in the owner's file, but with its island."""
+    settings = ("outer.staleness=1",)
+    with owner_here(tmp_path, *settings) as (port, _, _):
+        runs = [StaleRun.create(stale_config(port, island, *settings)) for island in (0, 1)]
+        fast, slow = runs
+        for run in runs:
+            run.outer.begin()
+        by_hand = OuterByHand(fast.copies())
+        fast.walk(0)
+    with owner_here(tmp_path, *settings, port=port) as (_, lines, owner):
+        ahead = Background(lambda: fast.walk(1))
+        wait_until(lambda: owner.rounds.islands[0].awaits == 1)
+        slow.walk(10)
+        ahead.result()
+        assert "island 0 joined in round 1" in lines
+        fast_0 = moved(by_hand.anchor, 0)
+        term = minus(by_hand.anchor, minus(by_hand.anchor, fast_0))
+        anchor_1 = by_hand.close(term, moved(by_hand.anchor, 10))
+        assert same(slow.masters(), anchor_1)
+        assert same(fast.masters(), minus(anchor_1, minus(fast_0, moved(fast_0, 1))))
+        for run in runs:
+            run.outer.close()
 
 
 def test_an_owner_that_is_lost_is_named(tmp_path: Path) -> None:
