@@ -15,8 +15,9 @@ of what has not met just then, without momentum, which is made for whole rounds.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megabit.config import OuterConfig
 from megabit.data_parallel import Piece, ZeroOptimizer
@@ -60,15 +61,23 @@ class DiLoCo:
         for tensor in self._tensors():
             tensor.begin()
 
+    def state(self) -> dict[str, Any]:
+        """See ``opening.Outer``: that there are pieces."""
+        return {"is_anchored": True}
+
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """See ``opening.Outer``."""
+        if not state.get("is_anchored"):
+            self.begin()
+        return False
+
     def after_step(self, step: int) -> bool:
         """See ``opening.Outer``."""
         return self._meet(self._due(step), is_whole_round=True)
 
     def conclude(self, step: int) -> bool:
         """See ``opening.Outer``."""
-        met = self._due(step)
-        rest = [number for number in range(len(self.fragments)) if number not in met]
-        return self._meet(rest, is_whole_round=False)
+        return self._meet(self._left_over(step), is_whole_round=False)
 
     def pieces(self, owned: bool = False) -> Iterator[Piece]:
         """See ``opening.Outer``."""
@@ -76,17 +85,26 @@ class DiLoCo:
             if tensor.owned or not owned:
                 yield tensor.kept(owned)
 
-    def expected_bytes(self, step: int) -> float:
+    def meeting(self) -> str:
+        """See ``opening.Outer``: all have the same weights then."""
+        return ""
+
+    def expected_bytes(self, step: int, is_last: bool = False) -> float:
         """See ``opening.Outer``."""
+        met = self._due(step) + (self._left_over(step) if is_last else [])
         return sum(
             self.mean.nbytes(message)
-            for number in self._due(step)
-            for message in by_bucket(self.fragments[number])
+            for message in by_bucket(t for number in met for t in self.fragments[number])
         )
 
     def _due(self, step: int) -> list[int]:
         fragments, inner_steps = len(self.fragments), self.config.inner_steps
         return [f for f in range(fragments) if is_due(step, f, fragments, inner_steps)]
+
+    def _left_over(self, step: int) -> list[int]:
+        """Fragments that have not met after ``step``."""
+        met = self._due(step)
+        return [number for number in range(len(self.fragments)) if number not in met]
 
     def _tensors(self) -> Iterator[AnchoredTensor]:
         return (tensor for fragment in self.fragments for tensor in fragment)

@@ -18,14 +18,15 @@ that there may be.
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megabit.data_parallel import Piece, ZeroOptimizer
-from megabit.outer.mean import start_mean
+from megabit.outer.mean import PlainMean, start_mean
 from megabit.outer.tensors import OuterTensor, by_bucket, outer_tensors, publish
 from megabit.reduce import all_reduce, start_exchange
 
@@ -60,6 +61,14 @@ class Gossip:
     def begin(self) -> None:
         """See ``opening.Outer``."""
 
+    def state(self) -> dict[str, Any]:
+        """See ``opening.Outer``."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """See ``opening.Outer``."""
+        return False
+
     def after_step(self, step: int) -> bool:
         """See ``opening.Outer``."""
         if step % self.inner_steps:
@@ -84,13 +93,22 @@ class Gossip:
         """See ``opening.Outer``."""
         yield from ()
 
-    def expected_bytes(self, step: int) -> float:
+    def meeting(self) -> str:
+        """See ``opening.Outer``."""
+        return f"islands were {self.distance:.3g} apart before they met" if self.distance else ""
+
+    def expected_bytes(self, step: int, is_last: bool = False) -> float:
         """See ``opening.Outer``."""
         outer = self.optimizer.mesh.outer
+        sent = 0.0
+        if step % self.inner_steps == 0:  # the distance
+            sent += 2 * (outer.size - 1) / outer.size * 8
+        if is_last:
+            sent += sum(PlainMean(outer).nbytes(message) for message in by_bucket(self.tensors))
         partner = partners(outer.size, self.seed, step // self.inner_steps)[outer.rank]
-        if step % self.inner_steps or partner == outer.rank:
-            return 0
-        return sum(tensor.weights.nbytes for tensor in self.tensors)
+        if step % self.inner_steps == 0 and partner != outer.rank:
+            sent += sum(tensor.weights.nbytes for tensor in self.tensors)
+        return sent
 
     def _meet(self, pairs: list[int]) -> None:
         mesh = self.optimizer.mesh
@@ -106,7 +124,7 @@ class Gossip:
             means = theirs.split([tensor.weights.numel() for tensor in message])
             for tensor, other in zip(message, means, strict=True):
                 square += self._take(tensor, other.view_as(tensor.weights))
-        total = all_reduce(square, mesh.world)
+        total = all_reduce(all_reduce(square, mesh.island), outer, purpose="outer")
         paired = sum(partner != island for island, partner in enumerate(pairs))
         self.distance = math.sqrt(total.item() / (2 * paired)) if paired else 0.0
 

@@ -1,7 +1,7 @@
 """What training asks of an outer optimizer, and the one that a configuration asks for."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -24,8 +24,16 @@ class Outer(Protocol):
     ranks of all islands, after the same steps; a step that an island skips is one, too."""
 
     def begin(self) -> None:
-        """A first round begins with the present masters, the same on all islands: after weights
-        have come from elsewhere. Not after a checkpoint whose ``pieces`` are restored."""
+        """A first round begins with the present masters, the same on all islands."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this island beside ``pieces``, as JSON."""
+        ...
+
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """Go on where a checkpoint was saved, whose ``pieces`` are restored; ``state`` is empty if
+        it has none. Returns whether masters have changed and are published."""
         ...
 
     def after_step(self, step: int) -> bool:
@@ -48,8 +56,13 @@ class Outer(Protocol):
         """
         ...
 
-    def expected_bytes(self, step: int) -> float:
-        """What this rank sends over islands in ``after_step(step)``, by formula."""
+    def meeting(self) -> str:
+        """What there is to say of the last meeting, for people; empty if there is nothing."""
+        ...
+
+    def expected_bytes(self, step: int, is_last: bool = False) -> float:
+        """What this rank sends over islands in ``after_step(step)``, by formula, and in
+        ``conclude`` if the run ends there."""
         ...
 
 

@@ -166,9 +166,14 @@ class Stale:
         """See ``opening.Outer``: the owner has everything."""
         return iter(())
 
-    def expected_bytes(self, step: int) -> float:
+    def expected_bytes(self, step: int, is_last: bool = False) -> float:
         """See ``opening.Outer``."""
-        return 0 if step % self._config.outer.inner_steps else self._owned_bytes()
+        is_due = step % self._config.outer.inner_steps == 0
+        return self._owned_bytes() if is_due or is_last else 0
+
+    def meeting(self) -> str:
+        """See ``opening.Outer``: the owner says it."""
+        return ""
 
     def _owned_bytes(self) -> int:
         return sum(values.nbytes for values in self._owned(self._masters()))

@@ -41,7 +41,9 @@ def take_account(
             expected_sent[" ".join(key)] += islands * count / len(reports) * total / MB
     if state.outer is not None:
         steps = range(metrics.step - len(reports) + 1, metrics.step + 1)
-        own = sum(state.outer.expected_bytes(step) for step in steps) / len(reports) / MB
+        last = state.steps.steps
+        own = sum(state.outer.expected_bytes(step, step == last) for step in steps)
+        own /= len(reports) * MB
         over_islands = torch.tensor(own, dtype=torch.float64, device=state.mesh.device)
         expected_sent["outer outer"] = float(all_reduce(over_islands, world))
     own_memory = _own_memory(state, reports[-1].next_share)

@@ -21,7 +21,6 @@ from megabit.checkpoint.verify import MoreTensors
 from megabit.data_parallel import Piece
 from megabit.data_parallel.lost import HEAD_ERROR, lost_names, lost_pieces, restore_lost
 from megabit.outer.opening import OWN_KINDS, SHARED_KINDS
-from megabit.outer.stale import Stale
 from megabit.reduce import gather_bytes
 from megabit.training.step import TrainingState
 
@@ -65,7 +64,7 @@ def more_of_manifest(state: TrainingState) -> dict[str, Any]:
         partial_kinds=lost,
     )
     own: dict[str, Any] = {"updates": optimizer.updates, "state": state.progress.state()}
-    if isinstance(state.outer, Stale):
+    if state.outer is not None:
         own["outer"] = state.outer.state()
     islands = gather_bytes(json.dumps(own).encode(), mesh.outer, mesh.device)
     return {"more_tensors": more.as_json(), "islands": [json.loads(text) for text in islands]}
@@ -73,7 +72,7 @@ def more_of_manifest(state: TrainingState) -> dict[str, Any]:
 
 def saved_island(state: TrainingState, checkpoint: Checkpoint) -> tuple[int, Mapping[str, Any]]:
     """The island of a checkpoint that this rank's goes on from, and what was its own there:
-    ``updates``, the guard's ``state``, and where it stood with the ``outer`` weights' owner."""
+    ``updates``, the guard's ``state``, and the ``outer`` optimizer's."""
     manifest = checkpoint.manifest
     own = {"updates": manifest.updates, "state": manifest.run.get("state", {})}
     islands = manifest.run.get("islands") or [own]
@@ -110,8 +109,3 @@ def restore_tensors(state: TrainingState, checkpoint: Checkpoint, island: int) -
             return reader.read(f"{more.in_island(island, kind)}/{tensor}", index)
 
         restore_lost(state.optimizer, len(kinds), rows)
-
-
-def begins_anew(checkpoint: Checkpoint) -> bool:
-    """Whether the outer optimizer finds nothing of its own in a checkpoint."""
-    return not MoreTensors.of(checkpoint.manifest.run).shared_kinds

@@ -18,10 +18,8 @@ from megabit.checkpoint.manifest import QUANTIZATION_SHARE
 from megabit.config import Config, leaves
 from megabit.data.step_plan import SampleWindows, StepPlan
 from megabit.errors import UserError
-from megabit.outer.stale import Stale
 from megabit.retry import Retry
 from megabit.training.more_state import (
-    begins_anew,
     more_of_manifest,
     restore_tensors,
     saved_island,
@@ -141,10 +139,8 @@ def restore(state: TrainingState, checkpoint: Checkpoint, retry: Retry | None = 
     step = checkpoint.manifest.step
     state.progress.restore_state(own["state"])
     optimizer.publish(state.quantization_of(step).share)
-    if isinstance(state.outer, Stale):
+    if state.outer is not None:
         state.outer.resume(own.get("outer", {}))
-    elif state.outer is not None and begins_anew(checkpoint):
-        state.outer.begin()
     return step
 
 

@@ -291,6 +291,8 @@ class Trainer:
         """Log the interval that ends after ``step`` steps, and act on alerts."""
         metrics = over_islands(interval.metrics(step, self.corpus.train), self.state.mesh)
         self.log.interval(metrics, take_account(self.state, metrics, interval.reports))
+        if self.state.outer is not None and (text := self.state.outer.meeting()):
+            self.log.say(f"step {step:>6}  {text}")
         if self.state.config.telemetry.trace:
             self.trace(report, step)
         for alert in self.alerts.judge(metrics.row(), self.checks.where(metrics)):

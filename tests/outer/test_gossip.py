@@ -1,6 +1,7 @@
 """Gossip on real ranks: pairs, what their meetings keep, and that islands come together."""
 
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -62,6 +63,21 @@ def test_two_islands_take_their_mean(zero_stage: int) -> None:
         for rank in (first, second):
             assert all(map(torch.equal, rank[0].moments, rank[1].moments))
         assert not all(torch.equal(c, first[1].codes[n]) for n, c in first[0].codes.items())
+
+
+def test_two_islands_are_diloco_without_momentum() -> None:
+    """Bit by bit, and with the same bytes."""
+    neutral = ("outer.lr=1", "outer.momentum=0", "outer.inner_steps=5")
+    diloco = config_of(1, "outer.method=diloco", "outer.islands=2", *neutral)
+
+    def train(config: Config) -> tuple[Weights, float]:
+        run = IslandRun.create(config).train(12)
+        return run.weights(), run.sent()
+
+    pairs = (run_ranks(partial(train, config), 2) for config in (gossip_config(2), diloco))
+    for (gossiped, sent), (averaged, expected) in zip(*pairs, strict=True):
+        assert_same(gossiped, averaged)
+        assert sent == pytest.approx(expected, rel=0.01)  # messages of DiLoCo are padded
 
 
 def spread(islands: list[dict[str, Tensor]]) -> float:
