@@ -141,7 +141,8 @@ def test_a_run_ends_with_one_model() -> None:
 
 @pytest.mark.parametrize(("islands", "zero_stage"), [(2, 0), (3, 1)])
 def test_bytes_are_as_expected(islands: int, zero_stage: int) -> None:
-    """fp32 of what a rank updates, to one other island; the odd one sends nothing."""
+    """fp32 of what a rank updates, to one other island, and a number; the odd one sends only that,
+    whose share over three islands is not a whole number of bytes."""
 
     def train() -> list[tuple[float, float]]:
         run = IslandRun.create(gossip_config(islands, zero_stage=zero_stage))
@@ -154,8 +155,8 @@ def test_bytes_are_as_expected(islands: int, zero_stage: int) -> None:
 
     ranks = run_ranks(train, 2 * islands)
     for counts in ranks:
-        assert all(measured == expected for measured, expected in counts)
-    sending = [sum(rank[step][0] > 0 for rank in ranks) for step in (4, 9, 14)]
+        assert all(measured == pytest.approx(expected) for measured, expected in counts)
+    sending = [sum(rank[step][0] > 20 for rank in ranks) for step in (4, 9, 14)]
     assert sending == [4] * 3  # two islands of two ranks
 
 
