@@ -1,13 +1,12 @@
 """Measure docs/low_communication.md: loss and bytes of islands that meet now and then.
 
     examples/fetch_shakespeare.sh
-    python docs/measure_low_communication.py tune [FOLDER]    # a small model: the outer rate
     python docs/measure_low_communication.py run [FOLDER]     # what has not been trained yet
-    python docs/measure_low_communication.py report [FOLDER]  # JSON, picture, the table on stdout
+    python docs/measure_low_communication.py report [FOLDER]  # JSON, picture, tables on stdout
 
-Trains the quickstart model with the quickstart recipe on two ranks, once for each arm, in FOLDER
-(default: runs/low_communication). All arms take the same samples in the same order, and make one
-model of the same initial weights.
+Trains the quickstart model with the quickstart recipe, once for each arm, in FOLDER (default:
+runs/low_communication), and a model of a sixth of its size for what is asked by the way. All arms
+take the same samples in the same order, and make one model of the same initial weights.
 """
 
 import itertools
@@ -27,7 +26,6 @@ from megabit.telemetry.metrics import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results" / "low_communication"
 FILES = ("model/tiny", "data/shakespeare", "recipe/quickstart")
-RANKS = 2
 EVERY = 20
 """Steps between two evaluations, and between two meetings."""
 
@@ -39,46 +37,45 @@ class Arm:
     name: str
     settings: tuple[str, ...] = ()
     color: str = "black"
-    style: str = "-"
+    ranks: int = 2
 
 
-def diloco(name: str, color: str, *settings: str, style: str = "-") -> Arm:
-    common = ("outer.method=diloco", "outer.islands=2", f"outer.inner_steps={EVERY}")
-    return Arm(name, (*common, *settings), color, style)
+def islands(
+    name: str, *settings: str, method: str = "diloco", number: int = 2, color: str = "black"
+) -> Arm:
+    """Islands of one rank each."""
+    common = (f"outer.method={method}", f"outer.islands={number}", f"outer.inner_steps={EVERY}")
+    return Arm(name, (*common, *settings), color, number)
 
 
-RATE = ("outer.lr=1.0", "outer.momentum=0.0")
-"""Chosen by ``tune``."""
-SYNCHRONOUS = Arm("synchronous")
+def with_rate(lr: float, momentum: float) -> tuple[str, str]:
+    return f"outer.lr={lr}", f"outer.momentum={momentum}"
+
+
+MEAN = with_rate(1.0, 0.0)
+"""Best of ``RATES``."""
+INT8, FRAGMENTS = "outer.wire=int8", "outer.fragments=4"
 ARMS = (
-    SYNCHRONOUS,
-    diloco("DiLoCo, fp32", "C0", *RATE),
-    diloco("DiLoCo, bf16", "C2", *RATE, "outer.wire=bfloat16"),
-    diloco("DiLoCo, int8", "C1", *RATE, "outer.wire=int8"),
-    diloco("DiLoCo, int8, 4 fragments", "C3", *RATE, "outer.wire=int8", "outer.fragments=4"),
-    Arm(
-        "gossip",
-        ("outer.method=gossip", "outer.islands=2", f"outer.inner_steps={EVERY}"),
-        "C4",
-        "--",
-    ),
+    Arm("synchronous"),
+    islands("DiLoCo, fp32", *MEAN, color="C0"),
+    islands("DiLoCo, bf16", *MEAN, "outer.wire=bfloat16", color="C2"),
+    islands("DiLoCo, int8", *MEAN, INT8, color="C1"),
+    islands("DiLoCo, int8, 4 fragments", *MEAN, INT8, FRAGMENTS, color="C3"),
 )
-RATES = ((1.0, 0.0), (0.9, 0.2), (0.7, 0.6), (0.7, 0.9))
-"""(lr, momentum) of the outer step that ``tune`` tries, with a model of a sixth of the size."""
 SMALL = (
     *("model.hidden_size=128", "model.intermediate_size=384", "model.num_hidden_layers=3"),
     "precision.compute=float32",
 )
-TUNED = (
+RATES = ((1.0, 0.0), (0.9, 0.2), (0.7, 0.6), (0.7, 0.9))
+"""(lr, momentum) of the outer step."""
+SMALL_ARMS = (
     Arm("synchronous, small", SMALL),
     *(
-        diloco(
-            f"outer lr {lr}, momentum {momentum}",
-            "C0",
-            *(f"outer.lr={lr}", f"outer.momentum={momentum}", *SMALL),
-        )
+        islands(f"outer lr {lr}, momentum {momentum}", *with_rate(lr, momentum), *SMALL)
         for lr, momentum in RATES
     ),
+    islands("4 islands, DiLoCo", *MEAN, *SMALL, number=4),
+    islands("4 islands, gossip", *SMALL, method="gossip", number=4),
 )
 
 
@@ -93,7 +90,7 @@ def train(arms: tuple[Arm, ...], runs: Path) -> None:
         if (folder / "summary.json").exists():
             continue
         print(arm.name, flush=True)
-        command = [sys.executable, "-m", "megabit", "train", "--nproc-per-node", str(RANKS)]
+        command = [sys.executable, "-m", "megabit", "train", "--nproc-per-node", str(arm.ranks)]
         command += [str(ROOT / "examples" / f"{file}.yaml") for file in FILES]
         command += [f"data.dir={runs / 'data'}", f"run.dir={folder}", "run.sample_tokens=0"]
         command += [f"train.eval_interval={EVERY}", f"train.log_interval={EVERY}", *arm.settings]
@@ -104,7 +101,7 @@ def train(arms: tuple[Arm, ...], runs: Path) -> None:
 
 
 def measured(arm: Arm, runs: Path) -> dict[str, Any]:
-    """What a finished run has to say. MB are those of both ranks, all axes, up to each step."""
+    """What a finished run has to say. MB are those of all ranks and axes, up to each step."""
     rows = read_metrics(folder_of(arm, runs) / "metrics.jsonl")
     intervals = [row for row in rows if "sent_mb" in row]
     steps = [row["step"] for row in intervals]
@@ -150,12 +147,11 @@ def draw(found: list[dict[str, Any]]) -> None:
         sent = dict(zip(run["step"], run["sent_mb"], strict=True))
         # The last evaluation is of all held-out text, as the table is; the others of 64 windows.
         steps, losses = run["held_out_step"][:-1], run["held_out_loss"][:-1]
-        look = {"color": arm.color, "linestyle": arm.style, "linewidth": 1.2}
-        left.plot(steps, losses, label=arm.name, **look)
-        right.plot([sent[step] for step in steps], losses, **look)
+        left.plot(steps, losses, label=arm.name, color=arm.color, linewidth=1.2)
+        right.plot([sent[step] for step in steps], losses, color=arm.color, linewidth=1.2)
     left.set(xlabel="step", ylabel="held-out loss, nats", title="Two ranks, the same samples")
     left.legend(fontsize=8)
-    right.set(xscale="log", xlabel="MB sent so far, both ranks", title="The same by bytes")
+    right.set(xscale="log", xlabel="MB sent so far by both ranks", title="The same by bytes")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.savefig(ROOT / "docs" / "low_communication.png", dpi=120)
@@ -163,13 +159,11 @@ def draw(found: list[dict[str, Any]]) -> None:
 
 def main(command: str, runs: Path) -> None:
     match command:
-        case "tune":
-            train(TUNED, runs)
-            report(TUNED, runs, "outer_rate")
         case "run":
-            train(ARMS, runs)
+            train((*ARMS, *SMALL_ARMS), runs)
         case "report":
-            draw(report(ARMS, runs, "results"))
+            draw(report(ARMS, runs, "quickstart"))
+            report(SMALL_ARMS, runs, "small")
         case _:
             sys.exit(__doc__)
 
