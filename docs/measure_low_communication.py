@@ -66,6 +66,7 @@ SMALL = (
     *("model.hidden_size=128", "model.intermediate_size=384", "model.num_hidden_layers=3"),
     "precision.compute=float32",
 )
+HOT = "optim.lr=[5.6e-3,3.5e-3]"
 RATES = ((1.0, 0.0), (0.9, 0.2), (0.7, 0.6), (0.7, 0.9))
 """(lr, momentum) of the outer step."""
 SMALL_ARMS = (
@@ -74,6 +75,8 @@ SMALL_ARMS = (
         islands(f"outer lr {lr}, momentum {momentum}", *with_rate(lr, momentum), *SMALL)
         for lr, momentum in RATES
     ),
+    Arm("synchronous, inner rate × 1.4", (*SMALL, HOT)),
+    islands("outer lr 1.0, momentum 0.0, inner rate × 1.4", *MEAN, *SMALL, HOT),
     islands("4 islands, DiLoCo", *MEAN, *SMALL, number=4),
     islands("4 islands, gossip", *SMALL, method="gossip", number=4),
 )

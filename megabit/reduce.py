@@ -109,8 +109,16 @@ class Chain:
 @dataclass
 class Line:
     """Chains over the same axes: what follows in one begins after all of those before it, so that
-    all ranks begin the collectives of an axis in the same order, whenever they look."""
+    all ranks begin the collectives of an axis in the same order, whenever they look.
 
+    Collectives of *different* axes begin in different orders on different ranks then, if they begin
+    as soon as they can. gloo does not mind; NCCL's communicators on one device may wait for each
+    other for ever.
+    """
+
+    begins_when_here: bool = True
+    """Whether what follows begins as soon as somebody looks and it can; else only in ``wait``,
+    which all ranks call in the same order."""
     _begun: deque[Chain] = field(default_factory=deque)
 
     def join(self, chain: Chain) -> Chain:
@@ -121,7 +129,7 @@ class Line:
 
     def is_here(self, chain: Chain) -> bool:
         """Whether ``wait`` would not block; lets all go on as far as they can without."""
-        while self._begun and self._begun[0].go_on(blocks=False):
+        while self.begins_when_here and self._begun and self._begun[0].go_on(blocks=False):
             self._begun.popleft()
         return not chain.following and chain.pending.is_here
 

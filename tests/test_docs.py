@@ -169,7 +169,9 @@ def test_settings_in_the_documents_are_settings(block: str, tmp_path: Path) -> N
 def test_nothing_is_left_to_be_filled_in() -> None:
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
-        assert not re.findall(r"\b(?:TODO|FIXME|TBD|XXX|PERCENT|BENCH)\b", text), document.name
+        left = re.findall(r"@@|=(?:LR|MOMENTUM)\b|\b(?:TODO|FIXME|TBD|XXX|PERCENT|BENCH)\b", text)
+        left += re.findall(r"^(?:FIGURES|RATES|TABLE)$", text, re.MULTILINE)
+        assert not left, document.name
 
 
 def test_links_lead_somewhere() -> None:

@@ -45,21 +45,24 @@ class MoreTensors:
     """Of every tensor, for each island."""
     partial_kinds: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For each island, of some tensors: what a codec has lost."""
+    updated: Sequence[bool] = (True,)
+    """Of each island, whether its weights were ever updated: if so, there are moments."""
 
     def as_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @staticmethod
-    def of(run: Mapping[str, Any]) -> "MoreTensors":
+    def of(manifest: Manifest) -> "MoreTensors":
         """As saved; nothing in older checkpoints.
 
         Raises:
             DamagedCheckpoint: it is something else.
         """
-        saved = run.get("more_tensors", {})
+        saved = manifest.run.get("more_tensors", {"updated": [manifest.updates > 0]})
         try:
             more = MoreTensors(**saved)
             is_well = 1 <= int(more.islands) <= MAX_ISLANDS
+            is_well &= len(more.updated) == more.islands
             kinds = [*more.shared_kinds, *more.own_kinds, *more.partial_kinds]
             names = [name for each in more.partial_kinds.values() for name in each]
             is_well &= all(isinstance(text, str) for text in (*kinds, *names))
@@ -89,14 +92,13 @@ def expected_tensors(
     """
     tensors = logical_tensors(model)
     if kind == "training":
-        count = None if has_moments else 1
-        more = more or MoreTensors()
+        more = more or MoreTensors(updated=(has_moments,))
         return {
             f"{more.in_island(island, k)}/{name}": tensor.shape
             for name, tensor in tensors.items()
             for island in range(more.islands)
             for k in (
-                *_kinds(name, tensor, optimizer)[:count],
+                *_kinds(name, tensor, optimizer)[: None if more.updated[island] else 1],
                 *more.shared_kinds,
                 *more.own_kinds,
                 *(partial for partial, names in more.partial_kinds.items() if name in names),
@@ -165,7 +167,7 @@ def check_tensors(folder: Path, manifest: Manifest) -> None:
                 f"{folder}: has {len(reader.tensors)} tensors, too few for a model of "
                 f"{manifest.model.num_hidden_layers} layers"
             )
-        more = MoreTensors.of(manifest.run)
+        more = MoreTensors.of(manifest)
         expected = expected_tensors(
             manifest.kind, manifest.model, manifest.updates > 0, optimizer_of(manifest), more
         )

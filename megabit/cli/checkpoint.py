@@ -193,7 +193,7 @@ def _show(path: Path, lists_tensors: bool, console: "Console") -> None:
     with TensorReader(path) as reader:
         # In the order of the forward pass; names that are none of the model's come last.
         optimizer = optimizer_of(manifest)
-        more = MoreTensors.of(manifest.run)
+        more = MoreTensors.of(manifest)
         known = expected_tensors(manifest.kind, manifest.model, optimizer=optimizer, more=more)
         names = [
             *(n for n in known if n in reader.tensors),

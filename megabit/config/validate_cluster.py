@@ -4,12 +4,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 
-from megabit.config.cluster import OuterConfig
+from megabit.config.cluster import CommunicationConfig, OuterConfig
 from megabit.config.schema import Config
 
 COMPRESSED = ("int8", "int4", "topk", "ternary")
 """Values of ``precision.gradients`` that lose something and need a bucket's layout for it."""
-ENVIRONMENT = ("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "OMP_", "MKL_", "CUDA_", "UCX_", "FI_")
+ENVIRONMENT = (
+    *("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "OMP_", "MKL_"),
+    *("CUDA_", "CUBLAS_", "UCX_", "FI_"),
+)
 """What variables that ``site.environment`` sets begin with."""
 _ADDRESS = re.compile(r"(\[[\w.:%]+\]|[\w.-]+):(\d{1,5})")
 
@@ -74,8 +77,24 @@ def _compression(config: Config) -> Iterator[str]:
             f"ranks hold cannot share; parallel.tp must divide model.num_key_value_heads="
             f"{model.num_key_value_heads}, or use int8"
         )
-    if wire not in COMPRESSED and communication.min_numel:
-        yield f"communication.min_numel: has no effect with precision.gradients={wire}"
+    default, is_outer_int8 = CommunicationConfig(), config.outer.wire == "int8"
+    loses = wire in ("int8", "int4", "topk")
+    for key, has_effect in (
+        ("min_numel", wire in COMPRESSED),
+        ("block", wire in ("int8", "int4") or is_outer_int8),
+        ("topk_ratio", wire == "topk"),
+        ("error_feedback", loses),
+        ("tune_steps", communication.tune_buckets),
+    ):
+        if not has_effect and getattr(communication, key) != getattr(default, key):
+            because = "tune_buckets=false" if key == "tune_steps" else f"gradients={wire}"
+            section = "communication" if key == "tune_steps" else "precision"
+            yield f"communication.{key}: has no effect with {section}.{because}"
+    if loses and communication.error_feedback and config.precision.compute == "float16":
+        yield (
+            "communication.error_feedback: keeps what is lost in units of the loss scale, which "
+            "precision.compute=float16 changes; use bfloat16, or error_feedback=false"
+        )
     if wire in COMPRESSED and config.precision.compute == "float64":
         yield f"precision.gradients: {wire} rounds, precision.compute=float64 is for checks"
     if communication.tune_buckets and config.outer.method != "none":

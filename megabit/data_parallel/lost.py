@@ -31,28 +31,24 @@ Read = Callable[[str, tuple[slice, ...]], Tensor | None]
 
 def lost_names(optimizer: ZeroOptimizer) -> list[tuple[str, str]]:
     """Kind and name of all that ``lost_pieces`` has of this rank's stages, of each sender."""
-    reduction = optimizer.gradients.reduction
     called = [
-        _called(optimizer, slot)
-        for bucket in _coded(optimizer)
-        if bucket.number in reduction.lost
-        for slot in bucket.layout.slots
+        _called(optimizer, slot) for bucket in _coded(optimizer) for slot in bucket.layout.slots
     ]
     return [(kind, name) for name, kind in called]
 
 
 def lost_pieces(optimizer: ZeroOptimizer) -> Iterator[Piece]:
-    """What this rank saves: over all ranks, every element of every sender's once. Collective over
-    the ranks of a host, which share it out."""
+    """What this rank saves: over all ranks, every element of every sender's once; zeros where
+    nothing is lost, as after a step that this island alone has skipped. Collective over the ranks
+    of a host, which share it out."""
     reduction, levels = optimizer.gradients.reduction, optimizer.mesh.dp_levels
-    sender, _ = reduction.senders
+    sender, senders = reduction.senders
     for bucket in _coded(optimizer):
-        lost = reduction.lost.get(bucket.number)
-        if lost is None:
-            continue
-        parts, own = lost.values, range(bucket.layout.ranks)
+        layout, lost = bucket.layout, reduction.lost.get(bucket.number)
+        values = torch.zeros((senders, layout.part)) if lost is None else lost.values
+        parts, own = values, range(layout.ranks)
         if levels is not None:
-            parts, own = _of_host(lost.values, levels)
+            parts, own = _of_host(values.to(optimizer.mesh.device), levels)
         for slot in bucket.layout.slots:
             name, kind = _called(optimizer, slot)
             rows = _rows_of(slot, own, owned=kind == ERROR)
@@ -65,7 +61,7 @@ def restore_lost(optimizer: ZeroOptimizer, senders: int, read: Read) -> None:
     """Take over what so many senders had lost, from a checkpoint; 0: nothing was."""
     reduction, mesh = optimizer.gradients.reduction, optimizer.mesh
     reduction.forget()
-    if not senders or not reduction.with_feedback or mesh.dp.size == 1:
+    if not senders:
         return
     own, count = reduction.senders
     for bucket in _coded(optimizer):
@@ -87,6 +83,9 @@ def restore_lost(optimizer: ZeroOptimizer, senders: int, read: Read) -> None:
 
 
 def _coded(optimizer: ZeroOptimizer) -> Sequence[Bucket]:
+    """Buckets of which something is kept that was lost."""
+    if not optimizer.gradients.reduction.with_feedback or optimizer.mesh.dp.size == 1:
+        return []
     return [bucket for bucket in optimizer.gradients.buckets if bucket.is_coded]
 
 

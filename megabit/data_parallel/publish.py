@@ -66,6 +66,11 @@ class Publisher:
             self._arrivals.append(arrival)
             for slot in layout.slots:
                 slot.parameter.expect(arrival.complete)
+        for arrival in self._arrivals:
+            # Of two levels, the second begins here, on all ranks, and not when somebody looks at a
+            # weight: who does that alone would wait for the others.
+            assert arrival.values is not None
+            arrival.values.go_on(blocks=True)
 
     def settle(self) -> None:
         """Wait until all parameters have their newest values."""

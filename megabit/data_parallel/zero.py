@@ -31,7 +31,7 @@ from megabit.data_parallel.probe import WeightCounts, count_changes, own_codes
 from megabit.data_parallel.publish import Publisher
 from megabit.data_parallel.reduction import GradientReduction
 from megabit.mesh import ParallelMesh
-from megabit.reduce import all_reduce
+from megabit.reduce import Line, all_reduce
 from megabit.tensor_parallel import (
     ShardedParameter,
     TernaryLayer,
@@ -331,6 +331,7 @@ def _reduction(config: Config, mesh: ParallelMesh, dtype: torch.dtype) -> Gradie
         codec=codec_of(config),
         with_feedback=config.communication.error_feedback and wire != "ternary",
         seed=config.train.seed,
+        line=Line(begins_when_here=mesh.device.type == "cpu"),
     )
 
 

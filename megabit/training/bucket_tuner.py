@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megabit.errors import UserError
 from megabit.mesh import ParallelMesh
 from megabit.reduce import all_reduce
 from megabit.telemetry import Event, MetricsLog
@@ -71,8 +72,17 @@ class BucketTuner:
 
     @staticmethod
     def of(state: TrainingState, log: MetricsLog) -> "BucketTuner":
-        """Takes over what was found before; collective over the mesh."""
+        """Takes over what was found before; collective over the mesh.
+
+        Raises:
+            UserError: on a GPU, of which the host's clock does not see how long it waits.
+        """
         config, progress, dp = state.config, state.progress, state.mesh.dp.size
+        if config.communication.tune_buckets and state.mesh.device.type == "cuda":
+            raise UserError(
+                "communication.tune_buckets: measures by the host's clock, which does not see a "
+                "GPU wait; on GPUs set parallel.bucket_mb by hand"
+            )
         is_wanted = config.communication.tune_buckets and dp > 1
         if is_wanted and progress.bucket_mb.get(dp) is not None:
             state.optimizer.relayout(progress.bucket_mb[dp])

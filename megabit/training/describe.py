@@ -23,6 +23,12 @@ def describe(state: TrainingState, corpus: CorpusInfo, first_step: int) -> list[
         + (" with sequence parallelism" if parallel.sequence_parallel else "")
         + f", on {mesh.device.type} in {config.precision.compute}",
     ]
+    outer = config.outer
+    if outer.method != "none":
+        lines.append(
+            f"Islands: {outer.islands}, which meet every {outer.inner_steps} steps ({outer.method})"
+            + ("" if outer.method == "stale" else "; a signal stops the run where they meet next")
+        )
     if model.linear == "ternary":
         lines.append(f"Ternary products: {product_kernel(mesh.device)}")
     if first_step:

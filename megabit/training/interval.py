@@ -1,4 +1,8 @@
-"""From the reports of single steps on each rank to one row for all of them."""
+"""From the reports of single steps on each rank to one row for all of them.
+
+All times are of the host's clock. On a GPU a collective is waited for on the device, and the host
+goes on until it wants a number: there ``exposed_s`` and ``straggler_ratio`` show next to nothing.
+"""
 
 import math
 import time

@@ -1,9 +1,10 @@
 """The training loop where islands train by themselves: when they meet, and what they agree on.
 
-Between two meetings nothing is sent from island to island, and each judges its own steps. All of
-them take the same steps, so whatever the world agrees on is agreed on at a meeting: to stop, or
-that an island's guard has ended the run. Until then such an island goes on; a step after which the
-guard wants to stop has changed no weight.
+Steps send nothing from island to island, and each island judges its own. Islands wait for each
+other when they meet, and for what is everybody's: a log line, a checkpoint, a comparison of
+replicas. All of them take the same steps, so whatever the world agrees on is agreed on at a
+meeting: to stop, or that an island's guard has ended the run. Until then such an island goes on; a
+step after which the guard wants to stop has changed no weight.
 """
 
 import math
@@ -21,7 +22,7 @@ from megabit.training.measures import Stopped
 from megabit.training.step import TrainingState
 from megabit.training.stop import StopSignal
 
-MEANS = ("loss", "objective", "bits_per_byte", "grad_norm", "grad_norm_std")
+MEANS = ("loss", "objective", "bits_per_byte", "grad_norm", "grad_norm_std", "loss_scale")
 """What a log line has as a mean over islands."""
 
 
@@ -90,6 +91,7 @@ def over_islands(metrics: IntervalMetrics, mesh: ParallelMesh) -> IntervalMetric
         metrics,
         **dict(zip(MEANS, means, strict=True)),
         skipped=int(skipped),
+        grad_norm_spread=None,  # of DP ranks, which are others on each island
         tokens_per_s=metrics.tokens_per_s * islands,
         tflops=metrics.tflops * islands,
         mfu=None if metrics.mfu is None else metrics.mfu * islands,

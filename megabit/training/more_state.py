@@ -57,17 +57,19 @@ def more_of_manifest(state: TrainingState) -> dict[str, Any]:
     for kind, name in (pair for names in of_stages for pair in names):
         for sender in range(reduction.senders[1]):
             lost.setdefault(f"{kind}{sender}", []).append(name)
+    own: dict[str, Any] = {"updates": optimizer.updates, "state": state.progress.state()}
+    if state.outer is not None:
+        own["outer"] = state.outer.state()
+    texts = gather_bytes(json.dumps(own).encode(), mesh.outer, mesh.device)
+    islands = [json.loads(text) for text in texts]
     more = MoreTensors(
         islands=mesh.outer.size,
         shared_kinds=[kind for kind in SHARED_KINDS if kind in kinds],
         own_kinds=[kind for kind in OWN_KINDS if kind in kinds],
         partial_kinds=lost,
+        updated=[island["updates"] > 0 for island in islands],
     )
-    own: dict[str, Any] = {"updates": optimizer.updates, "state": state.progress.state()}
-    if state.outer is not None:
-        own["outer"] = state.outer.state()
-    islands = gather_bytes(json.dumps(own).encode(), mesh.outer, mesh.device)
-    return {"more_tensors": more.as_json(), "islands": [json.loads(text) for text in islands]}
+    return {"more_tensors": more.as_json(), "islands": islands}
 
 
 def saved_island(state: TrainingState, checkpoint: Checkpoint) -> tuple[int, Mapping[str, Any]]:
@@ -83,7 +85,7 @@ def saved_island(state: TrainingState, checkpoint: Checkpoint) -> tuple[int, Map
 def restore_tensors(state: TrainingState, checkpoint: Checkpoint, island: int) -> None:
     """Read this rank's slices of all that there is, of ``island``. What the checkpoint has none of
     stays as at the beginning."""
-    more = MoreTensors.of(checkpoint.manifest.run)
+    more = MoreTensors.of(checkpoint.manifest)
     outer_kinds = {*more.shared_kinds, *more.own_kinds}
     with TensorReader(checkpoint.path) as reader:
 

@@ -11,6 +11,7 @@ from megabit.checkpoint import CheckpointStore
 from megabit.config import Config
 from megabit.data_parallel.lost import lost_pieces
 from megabit.launch import run_ranks
+from megabit.reduce import all_reduce
 from megabit.training.more_state import training_parts
 from megabit.training.resume import manifest_of, restore
 from megabit.training.step import TrainingState, train_step
@@ -65,6 +66,21 @@ def test_two_levels_of_three_agree_to_rounding() -> None:
 def test_two_levels_beside_other_axes(settings: tuple[str, ...]) -> None:
     two, one = masters((*settings, TWO_LEVELS), 8), masters((*settings, FLAT), 8)
     assert all(torch.equal(two[name], one[name]) for name in two)
+
+
+def test_who_looks_at_a_weight_alone_waits_for_nobody() -> None:
+    """Weights come in two levels; a rank that reads its codes must not begin the second by itself,
+    while the others are somewhere else."""
+    config = tiny(*BATCH, TWO_LEVELS)
+
+    def run() -> float:
+        state = state_of(config)
+        steps(state, 0)
+        share = state.stages.zero_fraction()[1] if state.mesh.world.rank == 0 else 0
+        value = torch.tensor(float(share), dtype=torch.float64)
+        return all_reduce(value, state.mesh.world, "max").item()
+
+    assert all(run_ranks(run, 4, timeout_s=60))
 
 
 CODECS = {

@@ -99,6 +99,46 @@ def test_one_islands_guard_ends_the_run_of_all(corpus: CorpusInfo, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "rank", "step", "settings"),
+    [
+        # What int8 has lost is dropped with a step that one island skips; the next step is saved.
+        (4, 2, 4, ("precision.gradients=int8",)),
+        (4, 0, 4, ("precision.gradients=int8", "communication.dp_intra=2")),
+        (2, 1, 0, ()),  # an island that has never updated anything has no moments
+        (2, 0, 0, ()),
+    ],
+)
+def test_islands_that_skip_other_steps_are_saved_whole(
+    corpus: CorpusInfo,
+    tmp_path: Path,
+    world_size: int,
+    rank: int,
+    step: int,
+    settings: Sequence[str],
+) -> None:
+    saves = (f"checkpoint.save_interval={step + 1}", "checkpoint.asynchronous=false")
+    drills = f"faults.drills=[{{fault: nan, rank: {rank}, step: {step}}}]"
+    if "communication.dp_intra=2" in settings:
+        world_size = 8
+    config = config_of(
+        corpus, tmp_path, *DILOCO, *saves, *settings, "train.micro_batch_size=1", drills
+    )
+    train(config, world_size)
+    saved = tmp_path / "checkpoints" / f"step_{step + 1:08d}"
+    assert [*verify(saved)]
+    for newer in (tmp_path / "checkpoints").glob("step_*"):
+        if newer > saved:
+            shutil.rmtree(newer)
+    (tmp_path / "checkpoints" / "latest").write_text(f"{saved.name}\n")
+    before = checkpoint(tmp_path, step + 1)
+    assert any(name.startswith("island1.") for name in before)
+    finished, text = train(config, world_size)
+    assert finished
+    assert f"Resuming after step {step + 1}" in text
+
+
+@pytest.mark.slow
 def test_metrics_are_those_of_all_islands(corpus: CorpusInfo, tmp_path: Path) -> None:
     """Before the first meeting at a tiny rate, islands of one rank each have the loss that DP ranks
     have, and all samples are seen."""
