@@ -6,6 +6,7 @@ missing file, no permission) are not tried again.
 """
 
 import errno
+import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,8 @@ def is_transient(error: BaseException) -> bool:
     """Whether what raised ``error``, or the error that it was raised from, may work later."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True  # of the rendezvous: nobody to meet, yet
+    if isinstance(error, socket.gaierror):
+        return True  # the name of a host that has not started yet
     if isinstance(error, OSError):
         return error.errno in TRANSIENT
     return error.__cause__ is not None and is_transient(error.__cause__)

@@ -3,16 +3,23 @@
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo
 
 from megabit.cli import environment
+from megabit.cli import meeting as meeting_module
 from megabit.cli.environment import Launch, adopt_scheduler, first_node
+from megabit.cli.fixed_nodes import FRESH_S, FixedNodes
 from megabit.cli.launcher import LaunchOptions
 from megabit.cli.meeting import open_meeting
 from megabit.config import load_config
-from megabit.errors import UserError
+from megabit.errors import RunError, UserError
 from tests.command import refused
 
 # Options.
@@ -226,3 +233,119 @@ def test_hosts_meet_in_their_order_and_again() -> None:
     assert ports[0] != ports[1]  # old keys are out of the way
     for (node, _), (rank, size, address, _) in met.items():
         assert (rank, size, address) == (node, 3, "127.0.0.1")
+
+
+class Hosts:
+    """Launchers' ends of a meeting at one real store, each of which waits in a thread."""
+
+    def __init__(self, nodes: int, join_s: float = 60) -> None:
+        self.nodes, self.join_s = nodes, join_s
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+        self.said: list[str] = []
+
+    def launcher(self, node: int) -> FixedNodes:
+        """With a connection of its own."""
+        store = TCPStore("127.0.0.1", self.store.port, timeout=timedelta(seconds=60))
+        return FixedNodes(
+            store, "job", node, self.nodes, "127.0.0.1", self.join_s, self.said.append
+        )
+
+    def meet(self, *launchers: FixedNodes) -> list[RendezvousInfo | Exception]:
+        """What each gets, together."""
+        waits = [self.waiting(launcher) for launcher in launchers]
+        return [wait() for wait in waits]
+
+    def waiting(self, launcher: FixedNodes) -> Callable[[], RendezvousInfo | Exception]:
+        """Waits from now on; the result is to be called for."""
+        results: list[RendezvousInfo | Exception] = []
+
+        def wait() -> None:
+            try:
+                results.append(launcher.next_rendezvous())
+            except Exception as error:
+                results.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+
+        def result() -> RendezvousInfo | Exception:
+            thread.join(60)
+            return results[0]
+
+        return result
+
+
+def ports(met: list[RendezvousInfo | Exception]) -> list[int]:
+    """Where ranks meet, as each host was told."""
+    assert all(isinstance(each, RendezvousInfo) for each in met), met
+    return [each.bootstrap_store_info.master_port for each in met]  # type: ignore[union-attr]
+
+
+def test_a_launcher_that_was_started_again_finds_the_round_of_the_others() -> None:
+    hosts = Hosts(2)
+    first, second = hosts.launcher(0), hosts.launcher(1)
+    seen = set(ports(hosts.meet(first, second)))
+    seen |= set(ports(hosts.meet(first, second)))
+    seen |= set(ports(hosts.meet(first, hosts.launcher(1))))
+    assert len(seen) == 3  # each round has a port of its own
+    # Host 0 as well, where another host has the store.
+    third = hosts.launcher(1)
+    assert len(set(ports(hosts.meet(hosts.launcher(0), third)))) == 1
+
+
+@pytest.mark.slow
+def test_a_launcher_that_died_while_it_waited_is_not_there() -> None:
+    hosts = Hosts(2)
+    hosts.store.set("job/0/here/1", "dead 7")
+    wait = hosts.waiting(hosts.launcher(0))
+    time.sleep(1.5 * FRESH_S)
+    assert not hosts.store.check(["job/0/members"])
+    assert hosts.said == ["waiting for host 1 of 2"]
+    assert len(set(ports([*hosts.meet(hosts.launcher(1)), wait()]))) == 1
+
+
+def test_who_has_not_come_is_named() -> None:
+    hosts = Hosts(3, join_s=0.5)
+    found = hosts.meet(hosts.launcher(0))
+    assert str(found[0]) == "--nnodes: waited 0.5 s in vain for host 1, 2 of 3"
+
+
+def test_two_launchers_with_one_number() -> None:
+    hosts = Hosts(2)
+    older = hosts.launcher(1)
+    wait = hosts.waiting(older)
+    time.sleep(1)
+    met = hosts.waiting(hosts.launcher(1))
+    error = wait()
+    assert isinstance(error, RunError)
+    assert str(error) == "--node-rank: another launcher has come as host 1"
+    older.shutdown()  # that of the other one goes on
+    assert len(set(ports([*hosts.meet(hosts.launcher(0)), met()]))) == 1
+
+
+def test_who_waits_learns_that_another_has_left_for_good() -> None:
+    hosts = Hosts(2)
+    first, second = hosts.launcher(0), hosts.launcher(1)
+    ports(hosts.meet(first, second))
+    wait = hosts.waiting(first)
+    second.shutdown()
+    assert isinstance(wait(), RendezvousClosedError)
+
+
+def test_a_name_that_leads_nowhere_is_told_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"^--rdzv-endpoint: no host is called nowhere\.invalid \("):
+        open_meeting(LaunchOptions.of(1, "2", "nowhere.invalid:29400"))
+    assert time.monotonic() - began < 60  # and not ten minutes; it depends on the host's resolver
+
+
+def test_what_is_waited_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(meeting_module, "JOIN_S", 1)
+    monkeypatch.setattr(meeting_module, "_is_own_address", lambda host: False)
+    said: list[str] = []
+    with pytest.raises(RunError, match=f"nobody answers at 127.0.0.1:{port}"):
+        open_meeting(LaunchOptions.of(1, "2", f"127.0.0.1:{port}"), say=said.append)
+    assert said == [f"waiting for an answer at 127.0.0.1:{port}, for up to 1 s"]

@@ -104,6 +104,13 @@ def test_nobody_at_the_rendezvous_yet() -> None:
     assert is_transient(caught.value)
 
 
+def test_a_name_that_nobody_has_yet() -> None:
+    """Of a pod that has not started."""
+    with pytest.raises(socket.gaierror) as caught:
+        socket.getaddrinfo("nowhere.invalid", 1)
+    assert is_transient(caught.value)
+
+
 def test_a_drill_is_met_by_one_try() -> None:
     faults: list[AbstractContextManager[None]] = [nullcontext(), failing_storage()]
     alerts: list[str] = []

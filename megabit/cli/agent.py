@@ -73,7 +73,7 @@ def run_agent(command: list[str], options: LaunchOptions, folder: Path, retry: R
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # see set_flight_recorder
     stop = Stop(options.stop_grace_s)
     with stop:
-        handler = open_meeting(options, retry)
+        handler = open_meeting(options, retry, say)
         spec = WorkerSpec(
             role="rank",
             local_world_size=options.nproc_per_node,

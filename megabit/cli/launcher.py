@@ -163,6 +163,7 @@ def launch(
     Raises:
         RunError: hosts do not come together, or lose the place where they meet.
     """
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
     from megabit.cli.agent import Ended, run_agent, say
@@ -182,7 +183,7 @@ def launch(
             raise RunError(
                 f"--rdzv-endpoint: the job '{options.rdzv_id}' at {where} has ended on other hosts"
             ) from None
-        except RendezvousError as error:
+        except (RendezvousError, DistNetworkError, DistStoreError) as error:
             raise RunError(
                 f"--rdzv-endpoint: lost the place where hosts meet, {where}, or too few came "
                 f"({_reason(error)})"

@@ -3,24 +3,20 @@ host in seconds.
 
 The host of the endpoint has a store; every launcher joins through it. When a host goes, ranks on
 all others fail (their connections break, or their watchdogs run out), and the launchers meet again
-without it. With ``--node-rank`` hosts are numbered as told, and all of them must be there.
+without it. With ``--node-rank`` hosts are numbered as told (``fixed_nodes``).
 """
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from megabit.cli.fixed_nodes import FixedNodes
 from megabit.errors import RunError
 from megabit.retry import Retry
 
@@ -39,24 +35,32 @@ JOIN_S = 600
 LOCAL = "127.0.0.1"
 
 
-def open_meeting(options: "LaunchOptions", retry: Retry | None = None) -> RendezvousHandler:
+def open_meeting(
+    options: "LaunchOptions",
+    retry: Retry | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> RendezvousHandler:
     """The rendezvous of the job's launchers; opening it is tried again as ``retry`` says.
 
+    Args:
+        say: is told what is waited for.
+
     Raises:
-        RunError: nobody is at the endpoint.
+        RunError: nobody is at the endpoint, or no host has that name.
         RendezvousError: this host cannot listen or talk there.
     """
-    return (retry or Retry())(lambda: _open(options), "meeting other hosts")
+    return (retry or Retry())(lambda: _open(options, say), "meeting other hosts")
 
 
-def _open(options: "LaunchOptions") -> RendezvousHandler:
+def _open(options: "LaunchOptions", say: Callable[[str], None]) -> RendezvousHandler:
     if options.endpoint is None:
         host, port, is_host, own = LOCAL, 0, True, LOCAL
     else:
         host, port = options.endpoint
+        _look_up(host)
         is_host = _is_own_address(host) and not _listens(host, port)
         if not is_host:
-            _wait_for(host, port)
+            _wait_for(host, port, say)
         own = _address_towards(host, port)
     parameters = RendezvousParameters(
         backend="c10d",
@@ -73,58 +77,22 @@ def _open(options: "LaunchOptions") -> RendezvousHandler:
     )
     backend, store = create_backend(parameters)
     if options.node_rank is not None:
-        return FixedNodes(store, options.rdzv_id, options.node_rank, options.max_nodes, own)
+        place = (options.rdzv_id, options.node_rank, options.max_nodes, own)
+        return FixedNodes(store, *place, JOIN_S, say)
     return create_handler(store, backend, parameters)
 
 
-class FixedNodes(RendezvousHandler):
-    """A meeting of hosts that know their numbers; a restart is another round of it."""
+def _look_up(host: str) -> None:
+    """Find out now whether there is such a host, not when ten minutes have gone by.
 
-    use_agent_store = False
-
-    def __init__(self, store: Store, run_id: str, node_rank: int, nodes: int, address: str) -> None:
-        self._store, self._run_id = store, run_id
-        self._node_rank, self._nodes, self._address = node_rank, nodes, address
-        self._round = 0
-
-    def get_backend(self) -> str:
-        """Its name."""
-        return "fixed"
-
-    def get_run_id(self) -> str:
-        """Tells jobs apart."""
-        return self._run_id
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all hosts. Each restarts as often as the others: when ranks of one fail, those
-        of all do."""
-        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
-        self._round += 1
-        store.set(f"here/{self._node_rank}", "1")
-        keys = [f"here/{node}" for node in range(self._nodes)]
-        deadline = time.monotonic() + JOIN_S
-        while not store.check(keys):  # not store.wait: it is deaf to signals
-            if time.monotonic() > deadline:
-                missing = [node for node in range(self._nodes) if not store.check([keys[node]])]
-                raise RunError(f"--nnodes: host {missing[0]} of {self._nodes} has not come")
-            time.sleep(0.1)
-        place = RendezvousStoreInfo.build(self._node_rank, store, self._address)
-        return RendezvousInfo(store, self._node_rank, self._nodes, place)
-
-    def is_closed(self) -> bool:
-        """Never."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do: nobody else can come."""
-
-    def num_nodes_waiting(self) -> int:
-        """None: nobody else can come."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Nothing to do."""
-        return True
+    Raises:
+        RunError: its name leads nowhere. In clusters that give names to hosts when they start, it
+            may do so later.
+    """
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise RunError(f"--rdzv-endpoint: no host is called {host} ({error.strerror})") from error
 
 
 def _is_own_address(host: str) -> bool:
@@ -148,10 +116,14 @@ def _listens(host: str, port: int) -> bool:
     return True
 
 
-def _wait_for(host: str, port: int) -> None:
+def _wait_for(host: str, port: int, say: Callable[[str], None]) -> None:
     """Until somebody listens there: hosts start in any order."""
     deadline = time.monotonic() + JOIN_S
+    is_told = False
     while not _listens(host, port):
+        if not is_told:
+            say(f"waiting for an answer at {host}:{port}, for up to {JOIN_S} s")
+            is_told = True
         if time.monotonic() > deadline:
             raise RunError(f"--rdzv-endpoint: nobody answers at {host}:{port}")
         time.sleep(0.5)

@@ -36,6 +36,10 @@ SLOW, SLOW_S = 3.0, 10e-3
 waits for each of them to be given one."""
 
 
+NO_USE = 1 / 3
+"""Below this share of what was expected, a slow collective would not be seen."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """Of one collective."""
@@ -55,6 +59,11 @@ class Timing:
     def ratio(self) -> float | None:
         """Time against what was expected."""
         return None if self.expected_s is None else self.seconds / self.expected_s
+
+    @property
+    def can_be_judged(self) -> bool:
+        """Whether what was expected is of use."""
+        return self.ratio is not None and self.ratio >= NO_USE
 
 
 def expected_s(kind: Kind, p: int, num_bytes: float, alpha: float, beta: float) -> float:
@@ -172,17 +181,31 @@ def judge(timings: Sequence[Timing], cluster: Cluster) -> Iterator[Finding]:
             "look for links that are slow only when all are busy, for too few cores, and for NCCL "
             "settings that force an algorithm or a transport (NCCL_ALGO, NCCL_P2P_DISABLE, …)",
         )
+    fast = [t for t in timings if t.expected_s is not None and not t.can_be_judged]
+    if fast:
+        least = min(fast, key=lambda timing: timing.ratio or 0)
+        yield Finding(
+            "note",
+            "collectives",
+            f"{least.kind} of {size_text(least.num_bytes)} takes {time_text(least.seconds)}, far "
+            f"below the {time_text(least.expected_s or 0)} that the links let expect: whether it "
+            f"is slow cannot be told{f', nor of {len(fast) - 1} more' if len(fast) > 1 else ''}",
+            "measure again while nothing else runs here",
+        )
 
 
 def rows(timings: Sequence[Timing]) -> Iterator[tuple[str, ...]]:
-    """Operation, bytes, time, expected time, ratio, algbw, busbw: for a table."""
+    """Operation, bytes, time, expected time, ratio (``?``: of no use), algbw, busbw: for a
+    table."""
     for timing in timings:
         yield (
             timing.kind,
             size_text(timing.num_bytes),
             time_text(timing.seconds),
             "" if timing.expected_s is None else time_text(timing.expected_s),
-            "" if timing.ratio is None else f"{timing.ratio:.1f}",
+            ""
+            if timing.ratio is None
+            else f"{timing.ratio:.1f}" + "?" * (not timing.can_be_judged),
             rate_text(timing.num_bytes / timing.seconds),
             rate_text(timing.busbw),
         )

@@ -8,17 +8,18 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megabit.data.memory import CGROUP, available_bytes
 from megabit.doctor.finding import Finding
 from megabit.doctor.places import Cluster
 from megabit.doctor.units import size_text
 from megabit_kernels import native
 
-CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 SOCKETS_OF_GROUPS = 8
 """A rank has a connection to each member of each of its process groups, of which there are about
@@ -184,19 +185,9 @@ def _quota(cgroup: Path = CGROUP) -> float | None:
 
 
 def _memory(cgroup: Path = CGROUP) -> tuple[int, int]:
-    """Bytes in all, and free."""
+    """Bytes in all, and free; all of them, where nobody tells."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = total
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
-        free = found.get("MemAvailable", total)
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-        total, free = min(total, limit), min(free, limit - used)
-    except (OSError, ValueError):  # no limit
-        pass
-    return total, free
+    with suppress(OSError, ValueError):  # no limit
+        total = min(total, int((cgroup / "memory.max").read_text(encoding="ascii")))
+    free = available_bytes(cgroup=cgroup)
+    return total, total if free is None else free

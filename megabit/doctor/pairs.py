@@ -4,14 +4,14 @@ Pairs play a *tournament*: in each round everybody has another partner, so that 
 share no end and do not disturb each other, and after n − 1 rounds (n even) all have met. One of two
 leads: it tells the other what comes next, so that it alone decides when there is no time left.
 
-    ping   8 bytes there and back: α, the latency, is half of the median
+    ping   a few bytes there and back: α, the latency, is half of the shortest time. Others are
+           longer by what the processes had to wait for a core, which says nothing of the link
     there  n bytes, and an answer: they took 2α + n/β
     back   the same the other way round
 
 with n growing until the time is up; β, the rate, is that of the largest n, the best of a few.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +37,7 @@ class Pair:
     first: int
     second: int
     latency_s: float
-    """Of a few bytes, one way."""
+    """Of a few bytes, one way; the shortest of a few."""
     rate_there: float
     """Bytes a second from ``first`` to ``second``."""
     rate_back: float
@@ -147,7 +147,7 @@ class _Leader:
         quarter = self._deadline - 0.75 * self._effort.seconds
         while len(times) < PINGS and time.perf_counter() < quarter:
             times.append(self._ping())
-        self._latency_s = statistics.median(times) / 2
+        self._latency_s = min(times) / 2
         size, there, back = SMALLEST, self._there(SMALLEST), self._back(SMALLEST)
         repeats = 1
         while True:

@@ -1,10 +1,12 @@
 """Pairs and collectives between real ranks; and the words for given measurements."""
 
+import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from megabit.doctor import clocks, collectives, links, pairs
 from megabit.doctor.clocks import Clock
@@ -214,3 +216,38 @@ def test_slow_collectives() -> None:
     assert finding.what == (
         "all-reduce of 17 MB takes 200 ms, 10.0 times as long as the links let expect (20 ms)"
     )
+
+
+def test_collectives_that_are_far_faster_than_expected_cannot_be_judged() -> None:
+    fast = Timing("all-reduce", 8, 0.24e-3, 4.5e-3, 1e9, [])
+    fine = replace(fast, seconds=2e-3)
+    unknown = replace(fast, expected_s=None)
+    (finding,) = collectives.judge([fine, fast, unknown], cluster_of(1, 1))
+    assert finding.severity == "note"
+    assert finding.what == (
+        "all-reduce of 8 B takes 240 µs, far below the 4.5 ms that the links let expect: whether "
+        "it is slow cannot be told"
+    )
+    assert [row[4] for row in collectives.rows([fine, fast, unknown])] == ["0.4", "0.1?", ""]
+    (finding,) = collectives.judge([fast, replace(fast, num_bytes=16)], cluster_of(1, 1))
+    assert finding.what.endswith(", nor of 1 more")
+
+
+def test_a_ping_that_had_to_wait_is_not_the_latency() -> None:
+    """Of a rank that is often away for 20 ms, as on a machine that does other things."""
+
+    def play(ranks: Ranks) -> list[Pair]:
+        receive, calls = Ranks.receive, iter(range(10**9))
+
+        def late(self: Ranks, x: Tensor, peer: int) -> Tensor:
+            received = receive(self, x, peer)
+            if ranks.rank == 1 and next(calls) % 4:
+                time.sleep(0.02)
+            return received
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ranks, "receive", late)
+            return pairs.measure(ranks, [[0, 1]], Effort(seconds=2.0, largest=2**18))
+
+    for (pair,) in on_ranks(play, 2):
+        assert pair.latency_s < 5e-3  # the median would be 10 ms

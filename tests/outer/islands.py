@@ -48,6 +48,11 @@ def outer_config(islands: int, *settings: str, zero_stage: int = 1) -> Config:
     )
 
 
+def on_wire(wire: str) -> tuple[str, ...]:
+    """Settings of a wire; blocks of int8 that several fit into a row."""
+    return (f"outer.wire={wire}", *(("communication.block=16",) if wire == "int8" else ()))
+
+
 def island_mesh(islands: int) -> ParallelMesh:
     """Islands of DP ranks only."""
     if not dist.is_initialized():

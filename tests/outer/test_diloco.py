@@ -15,6 +15,7 @@ from tests.outer.islands import (
     all_the_same,
     assert_same,
     assert_same_model,
+    on_wire,
     outer_config,
 )
 from tests.training.tiny import Owned, logical, owned
@@ -81,7 +82,7 @@ def test_simulation_in_plain_torch(islands: int, dp: int, zero_stage: int, momen
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_islands_have_one_model_after_a_meeting(wire: str, zero_stage: int) -> None:
     """And models of their own before: masters and codes differ after the fourth step."""
-    config = outer_config(2, f"outer.wire={wire}", "communication.block=16", zero_stage=zero_stage)
+    config = outer_config(2, *on_wire(wire), zero_stage=zero_stage)
 
     def train() -> tuple[list[bool], Weights, Weights]:
         run = IslandRun.create(config)
@@ -127,7 +128,7 @@ def test_a_coded_meeting_is_near_a_plain_one() -> None:
 def test_bytes_are_as_expected(wire: str, zero_stage: int) -> None:
     """In every step, on every rank, with sizes that nothing divides."""
     config = outer_config(
-        *(3, f"outer.wire={wire}", "outer.fragments=2", "communication.block=16"),
+        *(3, *on_wire(wire), "outer.fragments=2"),
         zero_stage=zero_stage,
     )
 

@@ -8,13 +8,13 @@ from megabit.launch import run_ranks
 from megabit.outer.diloco import DiLoCo
 from megabit.outer.mean import CastCodec, RowSplit
 from megabit.outer.tensors import AnchoredTensor, by_bucket
-from tests.outer.islands import IslandRun, outer_config
+from tests.outer.islands import IslandRun, on_wire, outer_config
 
 MEETINGS = 40
 
 
 def diloco(islands: int, wire: str) -> DiLoCo:
-    config = outer_config(islands, f"outer.wire={wire}", "communication.block=16")
+    config = outer_config(islands, *on_wire(wire))
     outer = IslandRun.create(config).outer
     assert isinstance(outer, DiLoCo)
     return outer
