@@ -48,7 +48,8 @@ class OuterConfig:
     lr: float = 0.7
     """Of the outer step; 1 with ``momentum`` 0 is plain averaging."""
     momentum: float = 0.9
-    """Nesterov momentum of the outer step; ``gossip`` has none."""
+    """Nesterov momentum of the outer step; ``gossip`` has none. Made for hundreds of meetings: with
+    a few dozen, ``lr`` 1 and momentum 0 lose less (docs/low_communication.md)."""
     wire: Literal["float32", "bfloat16", "int8"] = "float32"
     """What islands send each other of a weight's change; below float32 with error feedback."""
     fragments: int = 1
