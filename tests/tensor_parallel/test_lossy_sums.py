@@ -348,7 +348,7 @@ def test_bytes_by_codec_and_calls_of_an_axis() -> None:
         ("tp", "activations"): sum(by_codec.values()) - 8,
         ("tp", "control"): by_codec["tp", "control"],
     }
-    calls = {"tp": 1 + 1 + 2 + 1, "pp": 0, "dp": 0, "world": 0}
+    calls = {"tp": 1 + 1 + 2 + 1, "pp": 0, "dp": 0, "dp_inter": 0, "outer": 0, "world": 0}
     assert run_ranks(run, 2) == [(by_codec, by_purpose, calls)] * 2
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megabit import reduce
 from megabit.config import Config, load_config
 from megabit.data.batches import Batch
-from megabit.data_parallel import buckets
+from megabit.data_parallel import reduction
 from megabit.mesh import ParallelMesh
 from megabit.model import kv_heads, norm
 from megabit.tensor_parallel import logits, row_sums, ternary_backward
@@ -134,7 +134,7 @@ def check_is_caught(layout: Layout, own: Record, reference: Record) -> None:
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=4)], ids=str)
 def test_a_sum_in_another_order_is_caught(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process adds four blocks in the same wrong order; ranks begin with their own two."""
-    for module in (reduce, buckets, kv_heads, norm, logits, row_sums, ternary_backward):
+    for module in (reduce, reduction, kv_heads, norm, logits, row_sums, ternary_backward):
         monkeypatch.setattr(module, "tree_sum", left_to_right)
     own = run(layout, *TIED, steps=3)
     check_is_caught(layout, own, run(Layout(), *TIED, steps=3))
