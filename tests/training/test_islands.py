@@ -94,7 +94,7 @@ def test_one_islands_guard_ends_the_run_of_all(corpus: CorpusInfo, tmp_path: Pat
     drills = ", ".join(f"{{fault: nan, rank: 1, step: {step}}}" for step in range(5, 12))
     settings = (*DILOCO, "train.steps=12", rules, f"faults.drills=[{drills}]")
     # Which rank is heard first is a matter of time.
-    with pytest.raises(RankError, match="another island has ended the run|nonfinite: loss"):
+    with pytest.raises(RankError, match=r"another island has ended the run|nonfinite: loss"):
         train(config_of(corpus, tmp_path / "run", *settings), 2)
     assert newest(tmp_path / "run").name == "step_00000008"
 
