@@ -80,11 +80,11 @@ class GradientReduction:
         ``[part]``. Until it is there, ``parts`` stay as they are."""
         levels = self.mesh.dp_levels
         if levels is None:
-            return self.line.join(self._across(parts, layout, number, is_coded, self.mesh.dp))
+            return self.line.join(self._across(parts, layout, number, is_coded))
         inside = self._inside(parts, levels)
 
         def across(summed: Tensor) -> Pending:
-            chain = self._across(summed, layout, number, is_coded, levels.inter)
+            chain = self._across(summed, layout, number, is_coded)
             following.extend(chain.following)
             return chain.pending
 
@@ -121,12 +121,12 @@ class GradientReduction:
     @property
     def senders(self) -> tuple[int, int]:
         """Which message sender this rank is, and of how many: what each has lost is its own."""
-        axis = self.coded_axis
+        axis = self.slowest_axis
         return axis.rank, axis.size
 
     @property
-    def coded_axis(self) -> Axis:
-        """That of the messages that a codec makes."""
+    def slowest_axis(self) -> Axis:
+        """The only level, or that across hosts: what a codec makes messages for."""
         levels = self.mesh.dp_levels
         return self.mesh.dp if levels is None else levels.inter
 
@@ -139,10 +139,9 @@ class GradientReduction:
         swap = start_all_to_all(by_place.to(self.wire_dtype), levels.intra, "weight gradients")
         return Pending(levels.intra, swap.work, lambda: tree_sum(swap.finish().to(self.dtype)))
 
-    def _across(
-        self, parts: Tensor, layout: BucketLayout, number: int, is_coded: bool, axis: Axis
-    ) -> Chain:
-        """Sum ``[axis.size, part]`` over ``axis``."""
+    def _across(self, parts: Tensor, layout: BucketLayout, number: int, is_coded: bool) -> Chain:
+        """Sum ``[axis.size, part]`` over the slowest level."""
+        axis = self.slowest_axis
 
         def exchange_whole(values: Tensor) -> Pending:
             swap = start_all_to_all(values.to(self.wire_dtype), axis, "weight gradients")

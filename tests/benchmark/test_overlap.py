@@ -8,6 +8,7 @@ import pytest
 from megabit.benchmark import link, overlap
 from megabit.benchmark.link import Network, network
 from megabit.errors import UserError
+from tests.hosts.job import hosts as hosts_or_skip
 
 TINY = (
     "model.vocab_size=256",
@@ -25,15 +26,8 @@ TINY = (
 
 @pytest.fixture
 def hosts() -> Iterator[Network]:
-    try:
-        context = network(2)
-        found = context.__enter__()
-    except UserError as error:
-        pytest.skip(f"this machine has no network namespaces for us: {error}")
-    try:
+    with hosts_or_skip(2) as found:
         yield found
-    finally:
-        context.__exit__(None, None, None)
 
 
 def test_the_link_is_limited(hosts: Network) -> None:

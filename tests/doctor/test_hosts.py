@@ -7,23 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megabit.benchmark.link import Network, network
-from megabit.errors import UserError
+from megabit.benchmark.link import Network
+from tests.hosts.job import hosts as hosts_or_skip
 
 MBIT, SLOW_MBIT = 200, 8
 
 
 @pytest.fixture
 def hosts() -> Iterator[Network]:
-    try:
-        context = network(3)
-        made = context.__enter__()
-    except UserError as error:
-        pytest.skip(f"this machine has no network namespaces for us: {error}")
-    try:
+    with hosts_or_skip(3) as made:
         yield made
-    finally:
-        context.__exit__(None, None, None)
 
 
 @pytest.mark.slow
