@@ -13,7 +13,7 @@ SETTINGS := $(foreach word,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(su
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast lint fmt bench bench-kernels clean
+.PHONY: help setup quickstart test test-fast lint fmt docs docs-serve bench bench-gpu bench-kernels bench-docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,21 +41,30 @@ fmt: setup ## format the sources and fix what ruff can fix
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: setup ## measure products at the trainer's shapes, training steps at four layouts, pipeline schedules, checkpoints
-	@$(PY) -m megabit bench kernels --shapes trainer --m 16,1024 --out runs/bench-trainer
-	@$(PY) -m megabit bench train examples/benchmarks/wide.yaml precision.compute=bfloat16 precision.ternary_backward=int8
-	@$(PY) -m megabit bench train examples/benchmarks/small.yaml
-	@$(PY) -m megabit bench train examples/benchmarks/small.yaml parallel.tp=2 --nproc 2
-	@$(PY) -m megabit bench train examples/benchmarks/small.yaml parallel.pp=2 --nproc 2
-	@$(PY) -m megabit bench train examples/benchmarks/small.yaml --nproc 2
-	@$(PY) -m megabit bench pipeline examples/benchmarks/pipeline.yaml
-	@$(PY) -m megabit bench checkpoint examples/benchmarks/checkpoint.yaml
+# Its maker's advertisement is not a warning of ours.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+
+docs: setup ## build the manual as a site that works without a network
+	@$(PY) -m mkdocs build --quiet
+	@echo "The manual: site/index.html (its search needs a server: make docs-serve)"
+
+docs-serve: setup ## show the manual on this host, and again after each change
+	@$(PY) -m mkdocs serve
+
+bench: setup ## measure everything on this CPU beside its baselines (12 minutes): runs/bench/benchmarks.md
+	@$(PY) -m megabit bench all
+
+bench-gpu: setup ## measure one CUDA device beside bf16 PyTorch (8 minutes): runs/bench-gpu/benchmarks.md
+	@$(PY) -m megabit bench gpu
 
 bench-kernels: setup ## measure the kernels against the machine's limits (about 75 minutes)
 	@$(PY) -m megabit bench kernels
 
+bench-docs: setup ## write docs/benchmarks.md from the results in docs/results/benchmarks/
+	@$(PY) -m megabit bench render docs/results/benchmarks/*.json --out docs/benchmarks.md
+
 clean: ## remove .venv, build products and caches (data/ and runs/ stay)
-	rm -rf $(VENV) build dist *.egg-info kernels/build kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info kernels/build kernels/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find megabit kernels tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 	find megabit kernels -name '*.so' -type f -delete
 

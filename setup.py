@@ -1,5 +1,8 @@
 """Packaging: two import packages, ``megabit`` (here) and ``megabit_kernels`` (in kernels/).
 
+``pip wheel . --no-deps`` makes one wheel of them, which needs nothing of the repository: the files
+of ``examples/`` are in it as ``megabit/examples``, and ``megabit examples`` writes them out.
+
 ``make setup`` installs this with ``constraints.txt``, which holds the exact releases; the ranges
 below are what the code needs.
 """
@@ -13,7 +16,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "kernels"))
 
-from native_build import BuildNative, native_extension  # noqa: E402
+from native_build import AnyPython, BuildNative, native_extension  # noqa: E402
 
 
 def version() -> str:
@@ -39,27 +42,47 @@ LM_EVAL = ["lm_eval>=0.4.13"]
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30", "jinja2", "prometheus-client>=0.19", "psutil"]
 """For ``megabit serve`` and ``megabit chat``; an engine in Python needs none of it."""
 
+DOCS = ["mkdocs-material", "mkdocstrings[python]"]
+"""For ``make docs``, which makes a site of the manual."""
+
 setup(
     name="megabit",
     version=version(),
-    description="Train ternary language models (BitNet b1.58) in tensor, pipeline, data parallel",
+    description="Train and serve ternary language models (BitNet b1.58) with TP x PP x DP",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The megabit authors",
     license="Apache-2.0",
+    keywords="BitNet ternary quantization language-model tensor-parallel pipeline-parallel",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     packages=[
+        "megabit.examples",
         *find_packages(".", include=["megabit", "megabit.*"]),
         *find_packages("kernels", include=["megabit_kernels", "megabit_kernels.*"]),
     ],
     package_dir={
         "megabit": "megabit",
+        "megabit.examples": "examples",
         "megabit_kernels": "kernels/megabit_kernels",
     },
     package_data={
-        "megabit_kernels.triton": ["tuned/*.json"],
-        "megabit.report": ["assets/*"],
-        "megabit.serving": ["assets/*"],
+        "": ["py.typed", "assets/*", "tuned/*.json"],
+        "megabit.examples": [f"**/*.{kind}" for kind in ("json", "py", "sbatch", "sh", "yaml")],
     },
     ext_modules=[native_extension("kernels/csrc", "megabit_kernels")],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"bdist_wheel": AnyPython, "build_ext": BuildNative},
     entry_points={"console_scripts": ["megabit = megabit.cli.main:main"]},
     install_requires=[
         "torch>=2.11",
@@ -81,9 +104,11 @@ setup(
         "telemetry": TELEMETRY,
         "lm-eval": LM_EVAL,
         "serve": SERVE,
+        "docs": DOCS,
         "dev": [
             *TELEMETRY,
             *SERVE,
+            *DOCS,
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

@@ -1,9 +1,9 @@
-# Sourced by the scripts beside it: go to the repository, use its .venv, and make "$@" absolute.
+# Sourced by the scripts beside it: go to the folder above, use its .venv if it has one, and make "$@" absolute.
 caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -d .venv ]] && PATH="$PWD/.venv/bin:$PATH"
 if ! python -c 'import megabit' 2>/dev/null; then
-  echo "error: megabit is not installed here; run 'make setup' first" >&2
+  echo "error: python has no megabit here; run 'make setup' first, or activate the environment that has it" >&2
   exit 2
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks share the cores

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from setuptools import Extension
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError, PlatformError
 
@@ -61,6 +62,13 @@ def native_extension(csrc: str, package: str) -> Extension:
         depends=[str(path) for path in sorted(folder.glob("*.h"))],
         optional=True,
     )
+
+
+class AnyPython(bdist_wheel):
+    """One wheel for every Python 3 of a platform, since the library is loaded through ctypes."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 class BuildNative(build_ext):

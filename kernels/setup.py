@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # a build does not put the folder of setup.py there
 
-from native_build import BuildNative, native_extension  # noqa: E402
+from native_build import AnyPython, BuildNative, native_extension  # noqa: E402
 
 
 def version() -> str:
@@ -31,11 +31,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(".", include=["megabit_kernels", "megabit_kernels.*"]),
     ext_modules=[native_extension("csrc", "megabit_kernels")],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"bdist_wheel": AnyPython, "build_ext": BuildNative},
     install_requires=[
         "torch>=2.11",
         'triton; platform_system == "Linux" and platform_machine in "x86_64 aarch64"',
     ],
-    package_data={"megabit_kernels.triton": ["tuned/*.json"]},
+    package_data={"": ["py.typed", "tuned/*.json"]},
     extras_require={"benchmark": ["matplotlib", "rich"]},
 )

@@ -5,4 +5,6 @@ Start at ``docs/architecture.md``; the reader's path through one training step i
 ``tensor_parallel/`` → ``megabit_kernels`` → ``data_parallel/`` → ``checkpoint/``.
 """
 
-__version__ = "0.1.0"
+__all__ = ["__version__"]
+
+__version__ = "0.9.0"

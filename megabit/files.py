@@ -33,6 +33,20 @@ def describe_file(path: Path) -> FileInfo:
         raise UserError(f"{path}: cannot read it ({error.strerror})") from error
 
 
+def read_text(path: Path) -> str:
+    """The text in a file.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside ``path`` to write to; what is there at the end of the block becomes ``path``,

@@ -1,6 +1,6 @@
 """``ParallelMesh``: the ranks as a grid (islands, pp, dp, tp), and only owner of process groups.
 
-Ranks of one tensor-parallel group are neighbours, so on a cluster TP stays inside a node. *Islands*
+Ranks of one tensor-parallel group are neighbours, so on a cluster TP stays inside a host. *Islands*
 train by themselves and meet now and then (``outer``); elsewhere there is one, the world. Nothing
 looks a mesh up: it is made once and passed to whoever communicates.
 """
@@ -98,6 +98,7 @@ class Axis:
 
     @staticmethod
     def single(name: str) -> "Axis":
+        """An axis of one rank, which sends nothing."""
         return Axis(name, size=1, rank=0)
 
 

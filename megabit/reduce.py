@@ -19,10 +19,11 @@ end really does, and the time that the rank was blocked in it. Where the axis ha
 compare what they call before it begins (``faults.collective_check``).
 """
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -323,13 +324,14 @@ def is_same(value: bytes, axis: Axis, device: torch.device) -> bool:
     return bool((values == values[0]).all())
 
 
-def gather_bytes(value: bytes, axis: Axis, device: torch.device) -> list[bytes]:
-    """``value`` of each rank of ``axis``, in rank order; they may be of different lengths."""
-    sizes = all_gather(torch.tensor([len(value)], device=device), axis).tolist()
-    own = torch.zeros(1, max(1, *sizes), dtype=torch.uint8)
-    own[0, : len(value)] = torch.tensor(list(value), dtype=torch.uint8)
-    rows = all_gather(own.to(device), axis).tolist()
-    return [bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """``value``, made of what JSON has, of each rank of ``axis``, in rank order."""
+    text = json.dumps(value).encode()
+    sizes = all_gather(torch.tensor([len(text)], device=device), axis).tolist()
+    own = torch.zeros(1, max(sizes), dtype=torch.uint8)
+    own[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = all_gather(own.to(device), axis).cpu()
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megabit.benchmark.document import Document
 from tests.test_cli import ENVIRONMENT, ROOT, megabit, refused
 
 FILES = ["kernels.csv", "kernels.json", "roofline.png"]
@@ -87,9 +88,15 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert whole["rows"]
 
 
-def test_bench_train() -> None:
-    result = megabit("bench", "train", *TINY, "--steps", "2", "--breakdown")
+def test_bench_train(tmp_path: Path) -> None:
+    out = tmp_path / "train.json"
+    result = megabit("bench", "train", *TINY, "--steps", "2", "--breakdown", "--json", str(out))
     assert (result.returncode, result.stderr) == (0, "")
+    (measured,) = Document.read(out).parts
+    assert [row.baseline.name for row in measured.rows] == [
+        f"{name}, one process" for name in ("dense fp32", "dense bf16", "fake fp32", "fake bf16")
+    ]
+    assert all(row.ours.amount == 8 * 16 and len(row.ours.seconds) == 2 for row in measured.rows)
     for row in ("megabit", "dense fp32", "dense bf16", "fake fp32", "fake bf16"):
         assert re.search(rf"^ {row} +[\d,]+ +[\d.]+ ms ", result.stdout, re.MULTILINE)
     assert "×dense fp32   ×dense bf16   ×fake fp32   ×fake bf16" in result.stdout

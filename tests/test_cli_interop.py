@@ -15,7 +15,6 @@ from megabit.checkpoint.model_source import open_model
 from megabit.checkpoint.progress import Report
 from megabit.checkpoint.source import logical_tensors
 from megabit.checkpoint.ternary import write_ternary, write_training
-from megabit.cli.words import size_text
 from megabit.config import load_config
 from megabit.interop.gguf_export import export_gguf
 from megabit.interop.huggingface import export_huggingface
@@ -281,15 +280,3 @@ def test_a_file_beside_the_output_is_left_alone(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"out.gguf", "out.gguf.tmp", "tokenizer.json"}
     assert (tmp_path / "out.gguf.tmp").read_text() == "mine"
-
-
-def test_sizes_in_words() -> None:
-    assert [size_text(size) for size in (0, 999, 1000, 999_949, 999_950, 12_345_678, 3e15)] == [
-        "0 B",
-        "999 B",
-        "1.0 kB",
-        "999.9 kB",
-        "1.0 MB",
-        "12.3 MB",
-        "3000.0 TB",
-    ]

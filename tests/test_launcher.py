@@ -29,7 +29,6 @@ def test_the_worlds_that_may_be() -> None:
     assert LaunchOptions.of(4).world_sizes == [4]
     options = LaunchOptions.of(2, "1:3", "node0:29400")
     assert options.world_sizes == [6, 4, 2]
-    assert options.is_elastic
     assert options.endpoint == ("node0", 29400)
     assert LaunchOptions.of(1, "2", "[fe80::1]:29400", node_rank=1).endpoint == ("fe80::1", 29400)
 

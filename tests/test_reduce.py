@@ -166,6 +166,15 @@ def test_is_same_on_every_rank(world_size: int) -> None:
     assert run_ranks(run, world_size) == [(True, world_size == 1)] * world_size
 
 
+@pytest.mark.parametrize("degree", DEGREES)
+def test_what_ranks_say_may_be_of_any_length(degree: int) -> None:
+    def of_rank(rank: int) -> list[object]:
+        return [rank, "ü" * 1000 * rank, {"nothing": None}] if rank else []
+
+    found = on_axis(degree, lambda axis: reduce.gather_json(of_rank(axis.rank), axis, CPU))
+    assert found == [[of_rank(rank) for rank in range(degree)]] * degree
+
+
 # Trees of floating-point terms
 
 

@@ -32,7 +32,7 @@ from megabit_kernels.functional import (
 from megabit_kernels.paged import KVPages
 from megabit_kernels.weight import Int8Weight, TernaryWeight
 
-__version__ = "0.1.0"
+__version__ = "0.9.0"
 
 __all__ = [
     "Int8Weight",

@@ -29,7 +29,8 @@ def write_pages(
     """Put keys and values into the cache; a float is rounded to the pages' dtype once.
 
     Args:
-        k, v: ``[T, KV heads, D]`` in fp32, bf16, fp16 or fp64.
+        k: ``[T, KV heads, D]`` in fp32, bf16, fp16 or fp64.
+        v: the same.
         slots: int64 ``[T]``, ``block · block_size + offset``, all different.
     """
     tokens = k.shape[0]
@@ -86,7 +87,8 @@ def causal_attention(
 
     Args:
         q: ``[B, S, heads, D]``.
-        k, v: ``[B, S, KV heads, D]``.
+        k: ``[B, S, KV heads, D]``.
+        v: the same.
         kv_of_query: int32 or int64 ``[heads]``.
 
     Returns:

@@ -58,26 +58,32 @@ class KVPages:
 
     @property
     def blocks(self) -> int:
+        """Blocks of the cache, for all sequences together."""
         return self.keys.shape[0]
 
     @property
     def kv_heads(self) -> int:
+        """Heads of keys and values, on this rank."""
         return self.keys.shape[1]
 
     @property
     def head_dim(self) -> int:
+        """Channels of a head."""
         return self.keys.shape[2]
 
     @property
     def block_size(self) -> int:
+        """Tokens of a block."""
         return self.keys.shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of keys and values, as they are kept."""
         return self.keys.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where they are."""
         return self.keys.device
 
     @property

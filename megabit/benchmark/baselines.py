@@ -99,8 +99,8 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         y = F.scaled_dot_product_attention(
-            _rotated(q, cos, sin),
-            _rotated(k, cos, sin),
+            rotated(q, cos, sin),
+            rotated(k, cos, sin),
             v,
             is_causal=True,
             enable_gqa=self.is_grouped,
@@ -204,9 +204,15 @@ class CausalLM(nn.Module):
 class PlainTrainer:
     """Trains the configured model: gradient accumulation, clipping, AdamW, the same schedule."""
 
-    def __init__(self, config: Config, linear: type[DenseLinear], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: Config,
+        linear: type[DenseLinear],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self.config = config
-        self.model = CausalLM(config, linear, dtype)
+        self.model = CausalLM(config, linear, dtype).to(device or torch.device("cpu"))
         parameters = list(self.model.parameters())
         groups = [
             {"params": [p for p in parameters if p.dim() > 1]},
@@ -237,7 +243,7 @@ class PlainTrainer:
         return total
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate halves ``(a, b)`` of ``x [B, heads, S, D]`` by tables ``[S, D/2]``."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

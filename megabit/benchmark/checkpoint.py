@@ -32,24 +32,38 @@ from megabit.training.resume import manifest_of
 from megabit.training.snapshot import ternary_parts
 from megabit.training.step import TrainingState, train_step
 
+SYNCHRONOUS, ASYNCHRONOUS = "megabit, synchronous", "megabit, asynchronous"
+SNAPSHOT = "megabit, snapshot of codes"
+TORCH, TORCH_ASYNC = "torch dcp.save", "torch dcp.async_save"
+
 
 @dataclass(frozen=True)
-class SaveTime:
-    """Medians over saves, in seconds, of the slowest rank."""
+class SaveTimes:
+    """Seconds of each save, of the slowest rank."""
 
-    blocked_s: float
+    all_blocked_s: list[float]
     """That training waits."""
-    total_s: float
+    all_total_s: list[float]
     """Until all is on disk."""
     bytes: int
     """Of all ranks."""
+
+    @property
+    def blocked_s(self) -> float:
+        """The median."""
+        return median(self.all_blocked_s)
+
+    @property
+    def total_s(self) -> float:
+        """The median."""
+        return median(self.all_total_s)
 
 
 @dataclass(frozen=True)
 class CheckpointResult:
     """What was measured."""
 
-    saves: dict[str, SaveTime]
+    saves: dict[str, SaveTimes]
     """By how."""
     step_s: float
     """A step while nothing is saved."""
@@ -68,9 +82,9 @@ def run(
             lambda: _Meter(config, repeats, Path(own), progress).run(), world_size, TIMEOUT_S
         )
     saves = {
-        name: SaveTime(
-            median(max(times) for times in zip(*(r.blocked_s[name] for r in ranks), strict=True)),
-            median(max(times) for times in zip(*(r.total_s[name] for r in ranks), strict=True)),
+        name: SaveTimes(
+            [max(times) for times in zip(*(r.blocked_s[name] for r in ranks), strict=True)],
+            [max(times) for times in zip(*(r.total_s[name] for r in ranks), strict=True)],
             sum(rank.bytes[name] for rank in ranks),
         )
         for name in ranks[0].total_s
@@ -113,11 +127,11 @@ class _Meter:
         for _ in range(2 * self._repeats):
             self._record.step_s.append(self._train())
         saves = {
-            "megabit, synchronous": self._save_and_wait,
-            "megabit, asynchronous": self._save_and_train,
-            "megabit, snapshot of codes": self._snapshot,
-            "torch dcp.save": self._torch_save,
-            "torch dcp.async_save": self._torch_async_save,
+            SYNCHRONOUS: self._save_and_wait,
+            ASYNCHRONOUS: self._save_and_train,
+            SNAPSHOT: self._snapshot,
+            TORCH: self._torch_save,
+            TORCH_ASYNC: self._torch_async_save,
         }
         for repeat in range(self._repeats):
             for name, save in saves.items():

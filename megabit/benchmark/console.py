@@ -2,9 +2,13 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from rich.console import Console
 
+from megabit.benchmark.environment import describe_place
+from megabit.benchmark.parts import train_part
 from megabit.benchmark.run import Result, run
 from megabit.benchmark.tables import (
     describe,
@@ -22,14 +26,19 @@ UNSTEADY = 1.25
 """How many times the shortest step a step may take"""
 
 
-def run_and_report(config: Config, world_size: int, steps: int, breakdown: bool) -> None:
-    """Measure and print."""
+def run_and_report(
+    config: Config, world_size: int, steps: int, breakdown: bool, json_file: Path | None = None
+) -> None:
+    """Measure, print, and write ``json_file``."""
     console = Console(width=max(WIDTH, Console().width), markup=False, highlight=False)
     for line in describe(config, world_size):
         console.print(line, soft_wrap=True)
+    document = describe_place(torch.device("cpu"))
     result = run(config, world_size, steps, breakdown, _progress)
     _tell_machine(result.machine, world_size, console)
     _report(result, console)
+    if json_file is not None:
+        document.with_parts(train_part(result, world_size)).write(json_file)
 
 
 def _tell_machine(machine: Machine, world_size: int, console: Console) -> None:

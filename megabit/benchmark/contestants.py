@@ -60,13 +60,24 @@ class Megabit:
 class Plain:
     """A baseline."""
 
-    def __init__(self, config: Config, linear: type[DenseLinear], dtype: torch.dtype) -> None:
-        self.mesh = ParallelMesh()
-        self._trainer = PlainTrainer(config, linear, dtype)
+    def __init__(
+        self,
+        config: Config,
+        linear: type[DenseLinear],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        compiles: bool = False,
+    ) -> None:
+        """``compiles``: each layer with ``torch.compile``; they are alike, so that is done once."""
+        self.mesh = ParallelMesh(device=device or torch.device("cpu"))
+        self._trainer = PlainTrainer(config, linear, dtype, self.mesh.device)
+        if compiles:
+            for layer in self._trainer.model.model.layers:
+                layer.compile()
         self.module: nn.Module = self._trainer.model
 
     def step(self, batch: Batch, step: int) -> Outcome:
-        return Outcome(self._trainer.train_step(batch, step))
+        return Outcome(self._trainer.train_step(batch.to(self.mesh.device), step))
 
 
 def baseline_names(config: Config) -> list[str]:

@@ -98,11 +98,11 @@ def measure(
         }
         if batch == load.concurrent > 1:
             contestants[ONE_BY_ONE] = _engine(folder, load, 1, dtype)
-        results.append(_race(contestants, batch, load, model, generator, progress))
+        results.append(race(contestants, batch, load, model, generator, progress))
     return results
 
 
-def _race(
+def race(
     contestants: Mapping[str, Generate],
     batch: int,
     load: Load,
@@ -110,6 +110,7 @@ def _race(
     generator: torch.Generator,
     progress: Callable[[str], None],
 ) -> Speeds:
+    """Answers to the same prompts by all contestants, in turns."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(load.turns + 1):
         shape = (batch, load.prompt_tokens)
@@ -137,12 +138,13 @@ def _engine(folder: Path, load: Load, sequences: int, dtype: Dtype) -> Generate:
     core = start_core(folder, ServingConfig(engine=settings), ParallelMesh()).core
 
     def generate(prompts: Tensor, new_tokens: int) -> int:
-        return _generated(core, prompts, new_tokens)
+        return generated(core, prompts, new_tokens)
 
     return generate
 
 
-def _generated(core: EngineCore, prompts: Tensor, new_tokens: int) -> int:
+def generated(core: EngineCore, prompts: Tensor, new_tokens: int) -> int:
+    """How many tokens ``core`` has generated after ``prompts``, greedily."""
     sampling = SamplingParams(max_tokens=new_tokens, temperature=0)
     for number, prompt in enumerate(prompts.tolist()):
         core.handle(AddRequest(str(number), tuple(prompt), sampling))

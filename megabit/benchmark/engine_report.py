@@ -1,10 +1,7 @@
 """The benchmark of the engine in a terminal, and as JSON."""
 
-import json
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -13,14 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from megabit.benchmark.engine import MEGABIT, ONE_BY_ONE, TRANSFORMERS, Dtype, Load, Speeds, measure
+from megabit.benchmark.environment import describe_place
+from megabit.benchmark.parts import engine_part
 from megabit.benchmark.random_model import save_random_model
 from megabit.config import ModelConfig
-from megabit.files import write_text
 from megabit.inference.ranks import usable_cores
 from megabit.model import num_parameters
 from megabit_kernels.benchmark.console import WIDTH
 from megabit_kernels.benchmark.machine import Machine, counted
 
+CPU = torch.device("cpu")
 LEGEND = (
     "tokens/s: generated ones, of the median turn, prompts included in the time. ×: how many times "
     "as fast as that the engine is, median over turns. transformers: generate with a cache, "
@@ -42,7 +41,7 @@ def run_and_report(
         "as offline autobitlinear",
         soft_wrap=True,
     )
-    machine = Machine.describe(torch.device("cpu"))
+    machine, document = Machine.describe(CPU), describe_place(CPU)
     console.print(f"{machine}; {counted(threads, 'thread')} for each")
     with TemporaryDirectory() as folder, console.status("writing the model") as status:
         path = Path(folder) / "model"
@@ -51,32 +50,8 @@ def run_and_report(
     console.print(_table(results, load))
     console.print(LEGEND, style="dim")
     if json_file is not None:
-        content = as_json(results, model, load, threads, dtype)
-        write_text(json_file, json.dumps(content, indent=2) + "\n")
-
-
-def as_json(
-    results: list[Speeds], model: ModelConfig, load: Load, threads: int, dtype: Dtype
-) -> dict[str, Any]:
-    """All that was measured, and of what."""
-    return {
-        "model": vars(model),
-        "dtype": dtype,
-        "load": vars(load),
-        "threads": threads,
-        "machine": str(Machine.describe(torch.device("cpu"))),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "results": [
-            {
-                "requests": speeds.requests,
-                "tokens": speeds.tokens,
-                "seconds": speeds.seconds,
-                "tokens_per_s": {name: speeds.tokens_per_s(name) for name in speeds.seconds},
-                "ratio": {name: speeds.ratio(name) for name in speeds.seconds if name != MEGABIT},
-            }
-            for speeds in results
-        ],
-    }
+        part = engine_part(results, model, load, threads, dtype)
+        document.with_parts(part).write(json_file)
 
 
 def _table(results: list[Speeds], load: Load) -> Table:

@@ -37,10 +37,11 @@ from megabit.training.timeline import gather_timeline
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """What one schedule did, medians over its steps."""
+    """What one schedule did; what is no list is a median over its steps."""
 
     layers_per_stage: list[int]
-    tokens_per_s: float
+    seconds: list[float]
+    """Of each whole step."""
     pipeline_s: float
     """Seconds in the schedule, from the first start to the last end."""
     simulated_s: float
@@ -57,8 +58,19 @@ class ScheduleResult:
 class Comparison:
     """Of all schedules, by name."""
 
-    one_process_tokens_per_s: float
+    tokens: int
+    """Of a step."""
+    one_process_s: list[float]
+    """Each step of one process with one thread."""
     schedules: dict[str, ScheduleResult]
+
+    @property
+    def one_process_tokens_per_s(self) -> float:
+        return self.tokens / median(self.one_process_s)
+
+    def tokens_per_s(self, name: str) -> float:
+        """Of the median step with that schedule."""
+        return self.tokens / median(self.schedules[name].seconds)
 
 
 def with_schedule(config: Config, name: str) -> Config:
@@ -99,7 +111,7 @@ def run(
         report(name)
         run_steps = partial(_measure, with_schedule(config, name), steps)
         results[name] = run_ranks(run_steps, ranks, TIMEOUT_S)[0]
-    return Comparison(tokens / median(seconds), results)
+    return Comparison(tokens, seconds, results)
 
 
 def _time_steps(config: Config, steps: int) -> list[float]:
@@ -128,10 +140,9 @@ def _measure(config: Config, steps: int) -> ScheduleResult:
         timelines.append(gather_timeline(spans, schedule.placement, mesh.pp, mesh.device))
     measured = timelines[WARMUP:]
     simulated = [simulate(schedule, measured_costs(timeline, schedule)) for timeline in measured]
-    tokens = config.train.global_batch_size * config.data.seq_length
     return ScheduleResult(
         state.plan.layers_per_stage,
-        tokens / median(seconds[WARMUP:]),
+        seconds[WARMUP:],
         median(timeline.duration for timeline in measured),
         median(timeline.duration for timeline in simulated),
         median(timeline.bubble for timeline in measured),

@@ -27,11 +27,11 @@ def save_random_model(
     Raises:
         UserError: transformers has no such model.
     """
-    export_huggingface(_RandomModel(model, max_length), out, "offline", "autobitlinear", dtype)
+    export_huggingface(RandomModel(model, max_length), out, "offline", "autobitlinear", dtype)
 
 
 @dataclass(frozen=True)
-class _RandomModel:
+class RandomModel:
     """A ``ModelSource`` of codes and scales."""
 
     model: ModelConfig

@@ -71,6 +71,7 @@ class TensorReader:
         return tuple(self.tensors[name].size)
 
     def dtype(self, name: str) -> torch.dtype:
+        """Of a logical tensor, as it is stored."""
         return self.tensors[name].properties.dtype
 
     def read(self, name: str, index: Index | None = None) -> Tensor:

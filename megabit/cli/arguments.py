@@ -1,5 +1,6 @@
 """Arguments that several subcommands share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +21,16 @@ ServingSettings = Annotated[
         metavar="SETTINGS",
         help="YAML files and key=value pairs, merged from left to right; 'megabit config "
         "--serving' lists all keys.",
+        show_default=False,
+    ),
+]
+
+ModelPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CKPT",
+        help="A checkpoint, a run's folder (then its newest checkpoint), or a folder of "
+        "Hugging Face's.",
         show_default=False,
     ),
 ]

@@ -16,6 +16,14 @@ from megabit.errors import UserError
 
 app = typer.Typer(no_args_is_help=True)
 
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Also write the results to this new file.")
+]
+Out = Annotated[Path, typer.Option(help="The folder for results; earlier ones are replaced.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Tiny shapes: shows that it runs, and no speed.")
+]
+
 ENGINE_MODEL = (
     "model.vocab_size=32000",
     "model.hidden_size=1024",
@@ -38,6 +46,60 @@ def bench() -> None:
     """
 
 
+@app.command("all")
+def all_(
+    out: Out = Path("runs/bench"),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="A benchmark of the suite, by name; may be repeated. Default: all."),
+    ] = None,
+    quick: Quick = False,
+    examples: Annotated[
+        Path, typer.Option(help="The folder with the settings of benchmarks.")
+    ] = Path("examples/benchmarks"),
+) -> None:
+    """Run kernels, train, pipeline, checkpoint, engine and serve, one after another, and write
+    results.json and benchmarks.md.
+
+    About 12 minutes on two cores that do nothing else. Exits with 1 if one of them failed; what the
+    others found is there all the same. Runs on this host's CPU.
+
+    Example: megabit bench all --only kernels --only engine
+    """
+    from megabit.benchmark.suite import NAMES, PAGE, RESULTS, run_suite
+
+    # Ended by a signal, it still ends what it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    document = run_suite(out, examples, only or NAMES, quick, lambda line: print(line, flush=True))
+    print(f"wrote {out / RESULTS} and {out / PAGE}")
+    sys.exit(1 if document.failed else 0)
+
+
+@app.command("render")
+def render_(
+    results: Annotated[
+        list[Path], typer.Argument(metavar="RESULTS...", help="JSON files of benchmarks.")
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write, or to replace.")] = Path(
+        "benchmarks.md"
+    ),
+) -> None:
+    """Write what benchmarks found as one Markdown page.
+
+    RESULTS are files of --json (but that of serve), of megabit bench all and of megabit bench gpu.
+
+    Example: megabit bench render runs/bench/results.json --out runs/bench/benchmarks.md
+    """
+    from megabit.benchmark.document import Document
+    from megabit.benchmark.render import render
+    from megabit.files import write_text
+
+    page = render([Document.read(path) for path in results])
+    if not out.parent.is_dir():
+        raise UserError(f"--out: {out.parent} is not a folder")
+    write_text(out, page)
+
+
 # The kernels can be measured where megabit is not installed, so their package has the options.
 @app.command(
     "kernels",
@@ -49,6 +111,18 @@ def kernels(context: typer.Context) -> None:
     from megabit_kernels.benchmark.command import main
 
     sys.exit(main(context.args, "megabit bench kernels"))
+
+
+@app.command(
+    "gpu",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def gpu(context: typer.Context) -> None:
+    """Measure kernels, a training step and decoding on one CUDA device, in eight minutes."""
+    from megabit.benchmark.gpu import main
+
+    sys.exit(main(context.args, "megabit bench gpu"))
 
 
 @app.command("train")
@@ -63,6 +137,7 @@ def train(
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Profile one more step of everyone: where it goes.")
     ] = False,
+    json: JsonFile = None,
 ) -> None:
     """Time training steps of a configuration beside the same model in plain torch.
 
@@ -76,12 +151,14 @@ def train(
     config = load_config(settings or [], nproc)
     if config.run.device == "cuda":
         raise UserError("run.device: megabit bench train measures on the CPU; use cpu or auto")
+    if json is not None:
+        check_new(json)
     # Read when torch is imported: its profiler is not to tell on stderr when it begins and ends.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
     from megabit.benchmark.console import run_and_report
 
-    run_and_report(config, nproc, steps, breakdown)
+    run_and_report(config, nproc, steps, breakdown, json)
 
 
 @app.command("pipeline")
@@ -94,6 +171,7 @@ def pipeline(
     steps: Annotated[
         int, typer.Option(help="Optimizer steps to time, after two that do not count.", min=1)
     ] = 6,
+    json: JsonFile = None,
 ) -> None:
     """Train with each pipeline schedule: its speed against one process, and its bubble against what
     the simulator says.
@@ -108,10 +186,12 @@ def pipeline(
         raise UserError("parallel.pp: a pipeline has 2 or more ranks; set it to 2 or more")
     if config.run.device == "cuda":
         raise UserError("run.device: megabit bench pipeline measures on the CPU; use cpu or auto")
+    if json is not None:
+        check_new(json)
 
     from megabit.benchmark.pipeline_report import run_and_report
 
-    run_and_report(config, schedule, steps)
+    run_and_report(config, schedule, steps, json)
 
 
 @app.command("checkpoint")
@@ -125,6 +205,7 @@ def checkpoint(
         Path | None,
         typer.Option("--dir", help="Where to save, for the disk to be measured. Default: here."),
     ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Show how long training waits for a save, beside torch's distributed checkpoint.
 
@@ -137,10 +218,12 @@ def checkpoint(
     folder = folder or Path()
     if not folder.is_dir():
         raise UserError(f"--dir: {folder} is not a folder")
+    if json is not None:
+        check_new(json)
 
     from megabit.benchmark.checkpoint_report import run_and_report
 
-    run_and_report(config, nproc, repeats, folder)
+    run_and_report(config, nproc, repeats, folder, json)
 
 
 @app.command("engine")
@@ -158,9 +241,7 @@ def engine(
         int | None, typer.Option(help="Of each contestant; default: all cores.", min=1)
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of activations: bfloat16 or float32.")] = "bfloat16",
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Also write the results to this new file.")
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Time the engine beside transformers' generate on one random ternary model, and beside itself
     with one request at a time.

@@ -1,25 +1,16 @@
 """``megabit chat``: a page to talk with a model."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megabit.cli.arguments import ServingSettings
+from megabit.cli.arguments import ModelPath, ServingSettings
 from megabit.cli.serve import log_to_stderr
 
 
 def chat(
-    ckpt: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CKPT",
-            help="A checkpoint, a run's folder (then its newest checkpoint), or a folder of "
-            "Hugging Face's.",
-            show_default=False,
-        ),
-    ],
+    ckpt: ModelPath,
     settings: ServingSettings = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megabit.cli.progress import bar
-from megabit.cli.words import model_text, size_text
 from megabit.config import Config, leaves
 from megabit.errors import UserError
+from megabit.units import file_size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,7 +126,7 @@ def verify(path: Path_) -> None:
                 files = len(manifest.files) + 1
                 print(
                     f"in order: {checkpoint}, {manifest.kind}, step {manifest.step}, "
-                    f"{files} files, {size_text(size)}",
+                    f"{files} files, {file_size_text(size)}",
                     flush=True,
                 )
     if problems:
@@ -172,7 +172,7 @@ def _list(folder: "CheckpointFolder") -> "Table":
         except UserError as error:
             table.add_row(str(step), "damaged", "", "", f"{mark} {error}".strip())
             continue
-        size = size_text(sum(file.bytes for file in manifest.files.values()))
+        size = file_size_text(sum(file.bytes for file in manifest.files.values()))
         table.add_row(str(step), manifest.kind, size, _layout(manifest), mark)
     return table
 
@@ -188,7 +188,7 @@ def _show(path: Path, lists_tensors: bool, console: "Console") -> None:
         console.print(f"{key:<16}  {value}", soft_wrap=True)
     table = _table("file", "size", "SHA-256")
     for name, file in manifest.files.items():
-        table.add_row(name, size_text(file.bytes), file.sha256[:16])
+        table.add_row(name, file_size_text(file.bytes), file.sha256[:16])
     console.print(table)
     with TensorReader(path) as reader:
         # In the order of the forward pass; names that are none of the model's come last.
@@ -205,6 +205,8 @@ def _show(path: Path, lists_tensors: bool, console: "Console") -> None:
 
 
 def _facts(manifest: "Manifest") -> Iterator[tuple[str, str]]:
+    from megabit.model.words import model_text
+
     run = manifest.run
     yield "kind", KINDS[manifest.kind]
     yield "step", f"{manifest.step}, {manifest.updates} updates of the weights"
@@ -253,7 +255,7 @@ def _tensor_groups(reader: "TensorReader", names: Sequence[str]) -> "Table":
     table = _table("what", "tensors", "dtype", "size")
     for (label, dtype), (count, size) in groups.items():
         note = ", four to a byte" if label == CODES else ""
-        table.add_row(label + note, str(count), dtype, size_text(size))
+        table.add_row(label + note, str(count), dtype, file_size_text(size))
     return table
 
 

@@ -17,6 +17,7 @@ from typing import NoReturn
 from megabit.cli.exit_codes import FAILED
 from megabit.config import Config
 from megabit.errors import RunError, UserError
+from megabit.files import write_text
 
 DEFAULT_PORT = 29500
 """Of MASTER_PORT, as torch has it."""
@@ -235,7 +236,4 @@ def give_up(error: RunError) -> NoReturn:
 def note_outcome(code: int) -> None:
     """Let megabit's launcher, if there is one, know that the job is to end with ``code``."""
     if OUTCOME in os.environ:
-        path = Path(os.environ[OUTCOME])
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.write_text(str(code))
-        draft.replace(path)
+        write_text(Path(os.environ[OUTCOME]), str(code))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megabit.cli.arguments import Settings
+from megabit.cli.arguments import ModelPath, Settings
 from megabit.cli.device import device_of
 from megabit.cli.environment import Launch, set_site
 from megabit.cli.evaluation_results import (
@@ -55,15 +55,7 @@ class _Wanted:
 
 
 def evaluate(
-    ckpt: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CKPT",
-            help="A checkpoint, a run's folder (then its newest checkpoint), or a folder of "
-            "Hugging Face's.",
-            show_default=False,
-        ),
-    ],
+    ckpt: ModelPath,
     settings: Settings = None,
     nproc_per_node: Annotated[
         int | None,

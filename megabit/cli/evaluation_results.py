@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabit.cli.words import model_text
 from megabit.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 def introduce(source: "ModelSource") -> None:
     """Say which model it is, and warn of one that is spoilt here."""
     from megabit.checkpoint.model_source import CheckpointSource
+    from megabit.model.words import model_text
 
     step = f", step {source.manifest.step}" if isinstance(source, CheckpointSource) else ""
     print(f"{source.path}{step}: {model_text(source.model)}", flush=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megabit.cli.progress import bar
-from megabit.cli.words import size_text
+from megabit.units import file_size_text
 
 if TYPE_CHECKING:
     from megabit.checkpoint.source import ModelSource
@@ -65,7 +65,7 @@ def hf(
     model = _open(source)
     with bar() as progress:
         report = export_huggingface(model, out, mode, linear_class, dtype, report=progress)
-    print(f"Wrote {report.path}: {report.tensors} tensors, {size_text(report.bytes)}")
+    print(f"Wrote {report.path}: {report.tensors} tensors, {file_size_text(report.bytes)}")
     if report.changed_codes:
         share = report.changed_codes / report.total_codes
         print(
@@ -100,7 +100,7 @@ def gguf(
     model = _open(source)
     with bar() as progress:
         report = export_gguf(model, out, type, embedding, progress)
-    print(f"Wrote {report.path}: {report.tensors} tensors, {size_text(report.bytes)}")
+    print(f"Wrote {report.path}: {report.tensors} tensors, {file_size_text(report.bytes)}")
     if report.scale_change:
         print(f"note: scales are fp16 in this type, off by {report.scale_change:.1e} at most")
     for warning in report.warnings:
@@ -132,8 +132,8 @@ def safetensors(
     with bar() as progress:
         written = write_ternary(model, out, _origin(model), dtype, progress)
     print(
-        f"Wrote {written.path}: {written.tensors} tensors, {size_text(written.bytes)}, of which "
-        f"codes and scales are {size_text(written.ternary_bytes)}"
+        f"Wrote {written.path}: {written.tensors} tensors, {file_size_text(written.bytes)}, "
+        f"of which codes and scales are {file_size_text(written.ternary_bytes)}"
     )
 
 

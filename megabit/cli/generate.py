@@ -4,32 +4,21 @@ import json
 import sys
 import time
 import unicodedata
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megabit.cli.arguments import ServingSettings
+from megabit.cli.arguments import ModelPath, ServingSettings
+from megabit.cli.exit_codes import INTERRUPTED
 from megabit.errors import UserError
 
 if TYPE_CHECKING:
     from megabit.inference.engine import Engine
     from megabit.inference.messages import SamplingParams
 
-_INTERRUPTED = 130
-"""Exit code that shells give to what Ctrl-C has ended."""
-
 
 def generate(
-    ckpt: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CKPT",
-            help="A checkpoint, a run's folder (then its newest checkpoint), or a folder of "
-            "Hugging Face's.",
-            show_default=False,
-        ),
-    ],
+    ckpt: ModelPath,
     prompt: Annotated[
         str, typer.Argument(help="Text to continue; - reads standard input.", show_default=False)
     ],
@@ -96,7 +85,7 @@ def generate(
             print()
         except KeyboardInterrupt:
             print()
-            sys.exit(_INTERRUPTED)
+            sys.exit(INTERRUPTED)
 
 
 def _harmless(text: str) -> str:

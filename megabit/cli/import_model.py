@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megabit.cli.progress import bar
-from megabit.cli.words import model_text, size_text
 from megabit.config import model_to_yaml
 from megabit.errors import UserError
+from megabit.units import file_size_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,6 @@ app = typer.Typer(no_args_is_help=True)
 
 SETTINGS = "model.yaml"
 """Of the model, to train it with."""
-TOKENIZER = "tokenizer.json"
 
 
 @app.callback()
@@ -65,7 +64,9 @@ def hf(
     """
     from megabit.checkpoint.manifest import ASSETS, NEVER_TERNARY
     from megabit.checkpoint.ternary import Origin, write_ternary, write_training
+    from megabit.data.corpus import TOKENIZER
     from megabit.interop.huggingface import HuggingFaceSource
+    from megabit.model.words import model_text
 
     source = HuggingFaceSource(path)
     tokens = _random_tokens(source, check_tokens) if check_tokens else None
@@ -81,7 +82,9 @@ def hf(
             written = write_training(source, out, run, {SETTINGS: settings}, progress)
         else:
             written = write_ternary(source, out, Origin(run=run), report=progress)
-    print(f"Wrote {out}: {written.kind}, {written.tensors} tensors, {size_text(written.bytes)}")
+    print(
+        f"Wrote {out}: {written.kind}, {written.tensors} tensors, {file_size_text(written.bytes)}"
+    )
     if source.quantization is None:
         print(
             "It was not trained as a ternary model: its layers become ternary. Train it before "

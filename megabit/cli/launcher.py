@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from megabit.cli.environment import Launch
-from megabit.errors import RunError, UserError
+from megabit.errors import RunError, UserError, first_line
 
 NprocPerNode = Annotated[
     int | None, typer.Option(help="Start so many ranks on this host.", min=1, show_default=False)
@@ -130,11 +130,6 @@ class LaunchOptions:
         )
 
     @property
-    def is_elastic(self) -> bool:
-        """Whether hosts may come and go."""
-        return self.min_nodes < self.max_nodes
-
-    @property
     def world_sizes(self) -> list[int]:
         """With which the job may run, largest first."""
         nodes = range(self.max_nodes, self.min_nodes - 1, -1)
@@ -194,4 +189,4 @@ def _reason(error: BaseException) -> str:
     """The first line of what is behind ``error``."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)

@@ -4,9 +4,11 @@ Subcommands import what they need when they run, so that ``--help`` and ``config
 """
 
 import sys
+from typing import Annotated
 
 import typer
 
+from megabit import __version__
 from megabit.cli import (
     bench,
     chat,
@@ -14,12 +16,14 @@ from megabit.cli import (
     config,
     doctor,
     evaluate,
+    examples,
     export_model,
     generate,
     import_model,
     inject,
     owner,
     parity,
+    plan,
     prepare,
     report,
     schedule,
@@ -35,9 +39,9 @@ app = typer.Typer(
         "Train and serve BitNet b1.58 (ternary) language models with tensor, pipeline and data "
         "parallelism."
         "\n\n"
-        "All but schedule, report, ckpt, inject, import, export, bench kernels and bench overlap "
-        "take SETTINGS: YAML files and key=value pairs, merged from left to right. Those of "
-        "generate, chat, serve and bench serve are parallel, engine and server; of the others, "
+        "All but examples, schedule, report, ckpt, inject, import, export, bench kernels and bench "
+        "overlap take SETTINGS: YAML files and key=value pairs, merged from left to right. Those "
+        "of generate, chat, serve and bench serve are parallel, engine and server; of the others, "
         "what megabit config shows."
     ),
     no_args_is_help=True,
@@ -55,13 +59,33 @@ app.command("parity")(parity.parity)
 app.command("doctor")(doctor.doctor)
 app.command("owner")(owner.owner)
 app.command("config")(config.show_config)
+app.command("examples")(examples.examples)
 app.command("schedule")(schedule.schedule)
+app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="ckpt")
 app.add_typer(inject.app, name="inject")
 app.add_typer(import_model.app, name="import")
 app.add_typer(export_model.app, name="export")
 app.add_typer(bench.app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"megabit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Options of the command itself; its help is above."""
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megabit.cli.words import size_text
+from megabit.units import file_size_text
 
 
 def report(
@@ -37,4 +37,4 @@ def report(
     from megabit.report import write_report
 
     path = write_report(run_dir, out, compare or [])
-    print(f"Report: {path} ({size_text(path.stat().st_size)})")
+    print(f"Report: {path} ({file_size_text(path.stat().st_size)})")

@@ -13,6 +13,7 @@ import typer
 
 from megabit.config import SCHEDULE_CHUNKS
 from megabit.errors import UserError
+from megabit.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,7 +141,7 @@ def schedule(
     ]
     best = _best(candidates, memory)
     title = (
-        f"{_counted(pp, 'rank')}, {_counted(microbatches, 'microbatch', 'es')}: "
+        f"{counted(pp, 'rank')}, {counted(microbatches, 'microbatch', 'es')}: "
         f"F {forward:g}, B {backward:g}, W {weight:g}, message {p2p:g}"
     )
     _write(candidates, png, trace, title)
@@ -201,7 +202,7 @@ def _name_problems(names: Sequence[str], vpp: int | None) -> Iterator[str]:
     if vpp is not None and names and len(fixed) == len(names):
         yield from (
             f"--vpp: is for interleaved; {name} has "
-            f"{_counted(SCHEDULE_CHUNKS[name], 'stage')} on each rank"
+            f"{counted(SCHEDULE_CHUNKS[name], 'stage')} on each rank"
             for name in fixed
             if SCHEDULE_CHUNKS[name] != vpp
         )
@@ -356,7 +357,3 @@ def _write(
             write_text(trace, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be written: {error.strerror}") from None
-
-
-def _counted(count: int, word: str, ending: str = "s") -> str:
-    return f"{count} {word}" + ("" if count == 1 else ending)

@@ -2,24 +2,15 @@
 
 import logging
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megabit.cli.arguments import ServingSettings
+from megabit.cli.arguments import ModelPath, ServingSettings
 
 
 def serve(
-    ckpt: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CKPT",
-            help="A checkpoint, a run's folder (then its newest checkpoint), or a folder of "
-            "Hugging Face's.",
-            show_default=False,
-        ),
-    ],
+    ckpt: ModelPath,
     settings: ServingSettings = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Do not print a line for each request.")

@@ -205,16 +205,12 @@ def _check(config: Config, world_size: int) -> None:
 
 def _prepare(config: Config, launched: Launch, mesh: "ParallelMesh") -> None:
     """Let one rank of each host prepare the corpus; all fail if one does."""
+    from megabit.checkpoint import on_all_ranks
     from megabit.data.prepare import prepare_corpus
-    from megabit.reduce import first_problem
 
-    problem: str | None = None
-    if launched.local_rank == 0:
-        report = print if mesh.is_main else lambda line: None
-        try:
+    def prepare() -> None:
+        if launched.local_rank == 0:
+            report = print if mesh.is_main else lambda line: None
             prepare_corpus(config.data, config.model.vocab_size, config.train.seed, report)
-        except UserError as error:
-            problem = str(error)
-    problem = first_problem(problem, mesh.world, mesh.device)
-    if problem is not None:
-        raise UserError(problem)
+
+    on_all_ranks(prepare, mesh)

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megabit.config.schema import Config, ModelConfig
 from megabit.config.serving import ServingConfig, serving_problems
 from megabit.config.validate import find_problems
-from megabit.errors import UserError
+from megabit.errors import UserError, first_line
 
 Root = TypeVar("Root")
 
@@ -127,7 +127,7 @@ def _settings(argument: str, problems: list[str]) -> Iterator[_Setting]:
         line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         problems.append(f"{argument}: not valid YAML{line} ({error.problem})")
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        problems.append(f"{argument}: not valid YAML ({_first_line(error)})")
+        problems.append(f"{argument}: not valid YAML ({first_line(error)})")
     else:
         if isinstance(content, dict):
             yield from (_Setting(*leaf) for leaf in leaves(content))
@@ -232,7 +232,3 @@ def _describe(kind: Any) -> str:
     if alternatives:
         return " or ".join([*map(_describe, alternatives), "null"])
     return {int: "a whole number", float: "a number", str: "text"}[kind]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

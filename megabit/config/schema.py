@@ -52,6 +52,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """Channels of a head."""
         return self.hidden_size // self.num_attention_heads
 
 
@@ -98,7 +99,7 @@ class ParallelConfig:
     sequence parallelism)."""
     exact: Literal["forward", "full"] = "forward"
     """What is bit-equal at every layout: the forward pass, or the whole training (slower; see
-    docs/architecture.md)."""
+    docs/numerics.md)."""
 
     @property
     def chunks(self) -> int:
@@ -268,6 +269,7 @@ class OptimConfig:
 
 
 GuardAction = Literal["skip", "rollback", "lower_lr", "a16", "alert", "stop"]
+"""What the stability guard does about a step; docs/training.md says what each one means."""
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,11 @@ def check_vocab(corpus: CorpusInfo, vocab_size: int) -> None:
         )
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path, kind: str = FORMAT) -> dict[str, Any] | None:
     """The manifest of ``folder``, or None if it has none that megabit wrote (of any version).
+
+    Args:
+        kind: what must be its ``format``.
 
     Raises:
         UserError: it is there and cannot be read.
@@ -145,7 +148,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise UserError(f"{path}: cannot read it ({error.strerror})") from error
-    ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    ours = isinstance(manifest, dict) and manifest.get("format") == kind
     return manifest if ours else None
 
 

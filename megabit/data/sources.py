@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megabit.errors import UserError
+from megabit.errors import UserError, first_line
 
 PLAIN_SUFFIXES = (".txt", ".md")
 ARCHIVE_SUFFIXES = (".whl", ".zip")
@@ -184,8 +184,7 @@ def _read_parquet(name: str, file: Path, text_field: str) -> Iterator[Document]:
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: a text after row {number} is not UTF-8") from error
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{file}: not a readable Parquet file ({reason})") from error
+        raise UserError(f"{file}: not a readable Parquet file ({first_line(error)})") from error
 
 
 def _read_archive(file: Path) -> Iterator[Document]:

@@ -143,7 +143,7 @@ def load_validation(corpus: CorpusInfo, name: str) -> ValidationSet:
         UserError: there is none, or it is damaged.
     """
     folder = corpus.dir / files.VALIDATION / name
-    manifest = _read_manifest(folder)
+    manifest = files.read_manifest(folder, FORMAT)
     if manifest is None:
         raise UserError(f"{folder}: holds no prepared validation set; prepare the corpus again")
     try:
@@ -193,7 +193,7 @@ def foreign_files(corpus: Path) -> set[str]:
         name = f"{files.VALIDATION}/{entry.name}"
         if entry.name.startswith("."):  # a draft of ours, of a process that may have died
             continue
-        if not entry.is_dir() or _read_manifest(entry) is None:
+        if not entry.is_dir() or files.read_manifest(entry, FORMAT) is None:
             foreign.add(name)
         else:
             known = {*DATA_FILES, files.MANIFEST}
@@ -256,16 +256,6 @@ def _is_intact(corpus: CorpusInfo, name: str, fingerprint: str) -> bool:
     except UserError:
         return False
     return True
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a set, or None if there is none."""
-    try:
-        manifest = json.loads((folder / files.MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    return manifest if ours else None
 
 
 def _damaged(path: Path, reason: str) -> UserError:

@@ -14,10 +14,10 @@ from typing import Literal
 from torch import Tensor
 
 from megabit.tensor_parallel import ShardedParameter
+from megabit.units import MIB
+from megabit_kernels.packing import CODES_PER_BYTE, packed_width
 
 ALIGNMENT = 64
-CODES_PER_BYTE = 4
-MIB = 2**20
 FULL_SPEED_RANKS = 8
 """Up to so many DP ranks, buckets have the configured size."""
 
@@ -54,7 +54,7 @@ class Slot:
     @property
     def code_columns(self) -> int:
         """Bytes of a row of packed codes."""
-        return -(-self.columns // CODES_PER_BYTE)
+        return packed_width(self.columns)
 
     def rows_of(self, part: int) -> range:
         """The local rows that lie in ``part``; the last parts may have none."""
@@ -134,7 +134,7 @@ def lay_out(
         bucket_mb: MiB of fp32 at which a bucket is closed; more at more than ``FULL_SPEED_RANKS``.
         chunk_of: which of the rank's stages a parameter belongs to, by its name.
     """
-    limit = bucket_mb * MIB / 4 * max(1, ranks / FULL_SPEED_RANKS)
+    limit = bucket_limit(bucket_mb, ranks)
     open_groups: dict[tuple[Kind, int], list[tuple[str, ShardedParameter]]] = {}
     sizes: dict[tuple[Kind, int], int] = {}
     buckets: list[BucketLayout] = []
@@ -151,6 +151,11 @@ def lay_out(
     buckets += [_bucket(kind, group, ranks) for (kind, _), group in open_groups.items()]
     # A bucket is complete with the first of its tensors in the forward pass, its last slot.
     return sorted(buckets, key=lambda bucket: -position[bucket.kind, bucket.slots[-1].name])
+
+
+def bucket_limit(bucket_mb: float, ranks: int) -> float:
+    """Elements at which a bucket is closed, unless its first tensor is larger."""
+    return bucket_mb * MIB / 4 * max(1, ranks / FULL_SPEED_RANKS)
 
 
 def _bucket(

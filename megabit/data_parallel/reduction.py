@@ -153,7 +153,7 @@ class GradientReduction:
                 return Chain.of(exchange_whole(parts))
             # In line, behind the exchanges of buckets before it, which wait for their maxima.
             return Chain.of(Pending.done(parts), exchange_whole)
-        parts = self._with_lost(parts, layout, number)
+        parts = self._with_lost(parts, number)
         generator = self._generator(parts.device, number)
 
         def exchange(maximum: Tensor | None) -> Pending:
@@ -175,7 +175,7 @@ class GradientReduction:
         agreed = start_all_reduce(maxima(parts, layout), maxima_axis, "weight gradients", "max")
         return Chain.of(agreed, exchange)
 
-    def _with_lost(self, parts: Tensor, layout: BucketLayout, number: int) -> Tensor:
+    def _with_lost(self, parts: Tensor, number: int) -> Tensor:
         """``parts`` and what was lost of the last message."""
         lost = self.lost.get(number)
         if not self.with_feedback or lost is None:

@@ -39,11 +39,6 @@ class Codec(Protocol):
         ...
 
 
-def part_bytes(codec: Codec, layout: BucketLayout) -> int:
-    """Bytes of one part of a bucket."""
-    return sum(codec.tensor_bytes(slot.rows_per_rank, slot.columns) for slot in layout.slots)
-
-
 def maxima(parts: Tensor, layout: BucketLayout) -> Tensor:
     """max|x| of each tensor in ``parts [n, part]``: ``[slots]``; infinite where one is NaN, which a
     maximum over ranks may lose (gloo's does)."""
@@ -58,7 +53,7 @@ def encode_parts(
     maximum: Tensor | None,
     generator: torch.Generator,
 ) -> Tensor:
-    """``parts [n, part]`` → uint8 ``[n, part_bytes]``.
+    """``parts [n, part]`` → uint8 ``[n, bytes of a part]``.
 
     Args:
         maximum: ``[slots]``, agreed by ranks; None unless the codec needs it.
@@ -71,7 +66,7 @@ def encode_parts(
 
 
 def decode_parts(codec: Codec, message: Tensor, layout: BucketLayout) -> Tensor:
-    """uint8 ``[n, part_bytes]`` → fp32 ``[n, part]``; zeros between tensors."""
+    """uint8 ``[n, bytes of a part]`` → fp32 ``[n, part]``; zeros between tensors."""
     parts = torch.zeros((len(message), layout.part), device=message.device)
     for slot, piece in _pieces(codec, message, layout):
         _rows(parts, slot).copy_(codec.decode(piece, slot.rows_per_rank, slot.columns))

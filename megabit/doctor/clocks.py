@@ -17,7 +17,7 @@ import torch
 from megabit.doctor.finding import Finding
 from megabit.doctor.places import Cluster
 from megabit.doctor.ranks import Ranks
-from megabit.doctor.units import time_text
+from megabit.units import time_text
 
 ROUNDS = 10
 LIMIT_S = 1.0

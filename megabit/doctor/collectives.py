@@ -22,8 +22,8 @@ from megabit.doctor.finding import Finding
 from megabit.doctor.links import Links
 from megabit.doctor.places import Cluster
 from megabit.doctor.ranks import Ranks
-from megabit.doctor.units import rate_text, size_text, time_text
 from megabit.reduce import all_gather, all_reduce, start_all_to_all
+from megabit.units import rate_text, size_text, time_text
 
 Kind = Literal["all-reduce", "all-gather", "all-to-all"]
 SIZES = (8, 2**16, 2**20, 2**24)

@@ -15,8 +15,8 @@ from pathlib import Path
 from megabit.doctor.finding import Finding
 from megabit.doctor.places import Cluster
 from megabit.doctor.ranks import Ranks
-from megabit.doctor.units import speed_text, time_text
 from megabit.files import write_text
+from megabit.units import speed_text, time_text
 
 CHUNK = 2**20
 MAX_S = 5.0

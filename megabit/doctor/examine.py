@@ -33,12 +33,13 @@ from megabit.doctor.machine import Machine
 from megabit.doctor.pairs import Effort
 from megabit.doctor.places import Cluster, Place
 from megabit.doctor.products import Products
-from megabit.doctor.ranks import Ranks, first_line, gather
+from megabit.doctor.ranks import Ranks
 from megabit.doctor.software import Software
 from megabit.doctor.storage import Storage
-from megabit.errors import RunError
+from megabit.errors import RunError, first_line
 from megabit.mesh import Axis
 from megabit.model import num_parameters
+from megabit.reduce import gather_json
 
 MASTER_AND_MOMENTS = 12
 """Bytes of a weight in a checkpoint: three fp32 numbers."""
@@ -156,9 +157,9 @@ def _examine(
     on_gpu = device.type == "cuda"
     # Plain text first: what other releases of megabit say of themselves may have other fields.
     own = Software.here(plan.settings)
-    releases = gather([own.megabit, own.torch, own.python, own.settings], world, device)
+    releases = gather_json([own.megabit, own.torch, own.python, own.settings], world, device)
     programs = [Software(*release) for release in releases]
-    cluster = Cluster.of([Place(**p) for p in gather(vars(place), world, device)])
+    cluster = Cluster.of([Place(**p) for p in gather_json(vars(place), world, device)])
     found = Diagnosis(cluster, software=programs)
     found.findings += software.judge(programs, cluster)
     if len({program.megabit for program in programs}) > 1:

@@ -14,8 +14,8 @@ import torch
 from megabit.doctor.finding import Finding
 from megabit.doctor.places import Cluster
 from megabit.doctor.software import differing
-from megabit.doctor.units import size_text
 from megabit.telemetry import open_gpu_reader
+from megabit.units import size_text
 
 INSTALLED = Path("/proc/driver/nvidia/gpus")
 """Where the driver lists its GPUs."""

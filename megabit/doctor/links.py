@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megabit.doctor.finding import Finding, Severity
 from megabit.doctor.pairs import Pair
 from megabit.doctor.places import Cluster
-from megabit.doctor.units import rate_text, time_text
+from megabit.units import counted, rate_text, time_text
 
 SLOW = 3.0
 """Below a third of the typical rate."""
@@ -153,10 +153,9 @@ def _advice(links: Links, what: str) -> str:
 
 def figures(links: Links) -> Iterator[tuple[str, str]]:
     """Of all links."""
-    count = len(links.pairs)
     yield (
         f"between {links.between}",
         f"typical {rate_text(links.typical_rate)}, {time_text(links.typical_latency_s)}; slowest "
-        f"of {count} pair{'s' * (count > 1)} {rate_text(links.slowest_rate)}, "
+        f"of {counted(len(links.pairs), 'pair')} {rate_text(links.slowest_rate)}, "
         f"{time_text(links.longest_latency_s)}",
     )

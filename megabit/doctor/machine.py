@@ -17,7 +17,7 @@ import torch
 from megabit.data.memory import CGROUP, available_bytes
 from megabit.doctor.finding import Finding
 from megabit.doctor.places import Cluster
-from megabit.doctor.units import size_text
+from megabit.units import size_text
 from megabit_kernels import native
 
 SHARED_MEMORY = Path("/dev/shm")

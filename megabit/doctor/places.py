@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megabit.doctor.finding import Finding
+from megabit.units import counted
 
 LAUNCHERS = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables that say how many processes, or hosts, a job has."""
@@ -184,8 +185,8 @@ def _launchers(cluster: Cluster) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "ranks",
-                f"{name} is {_listed(said)}, but there are {world} ranks on {hosts} "
-                f"host{'s' * (hosts > 1)}",
+                f"{name} is {_listed(said)}, but there are {world} ranks on "
+                f"{counted(hosts, 'host')}",
                 "start the doctor on all that the scheduler has given, as the job will be",
             )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megabit.doctor.finding import Finding
 from megabit.doctor.places import Cluster
 from megabit.doctor.ranks import Ranks
-from megabit.doctor.units import flops_text
+from megabit.units import flops_text
 from megabit_kernels import TernaryWeight, native, ternary_matmul
 
 SEED = 20

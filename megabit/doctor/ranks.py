@@ -1,10 +1,9 @@
 """``Ranks``: how the ranks under examination tell each other what they have found.
 
-What is gathered is text, JSON, padded to the length of the longest; messages between two ranks are
-tensors, and whoever waits for a rank that is gone learns its name.
+What is gathered is text, JSON; messages between two ranks are tensors, and whoever waits for a rank
+that is gone learns its name.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,24 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabit.doctor.places import Cluster
-from megabit.errors import RunError
+from megabit.errors import RunError, first_line
 from megabit.mesh import Axis
-from megabit.reduce import all_gather, all_reduce, any_rank
-
-MAX_BYTES = 16 * 2**20
-"""Of what a rank may say at once."""
-
-
-def gather(value: Any, world: Axis, device: torch.device) -> list[Any]:
-    """What each rank of ``world`` has, in the order of ranks, on every rank; JSON values."""
-    text = json.dumps(value).encode()
-    if len(text) > MAX_BYTES:
-        raise ValueError(f"{len(text)} bytes are too many to gather")
-    longest = int(all_reduce(torch.tensor(len(text), device=device), world, "max"))
-    own = torch.full((1, longest), ord(" "), dtype=torch.uint8)
-    own[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = all_gather(own.to(device), world).cpu()
-    return [json.loads(row.numpy().tobytes()) for row in rows]
+from megabit.reduce import any_rank, gather_json
 
 
 @dataclass(frozen=True)
@@ -51,8 +35,8 @@ class Ranks:
         return self.cluster.host_of(self.rank).speaker == self.rank
 
     def gather(self, value: Any) -> list[Any]:
-        """See ``gather``; collective."""
-        return gather(value, self.world, self.device)
+        """What each rank has, in their order; JSON values. Collective."""
+        return gather_json(value, self.world, self.device)
 
     def wait(self) -> None:
         """Until all are here; collective."""
@@ -93,9 +77,3 @@ class Ranks:
             f"{self.cluster.name(self.rank)} waits in vain for {self.cluster.name(peer)}: "
             f"{first_line(error)}"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Of what torch says, without the place in its sources that gloo begins with."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0].rpartition("] ")[2] or lines[0]

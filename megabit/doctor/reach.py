@@ -4,7 +4,7 @@ import re
 import socket
 from collections.abc import Mapping
 
-from megabit.doctor.ranks import first_line
+from megabit.errors import first_line
 
 
 def explain(error: BaseException, environment: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from megabit.doctor import clocks, collectives, disk, gpu, interfaces, links, pr
 from megabit.doctor.examine import Diagnosis
 from megabit.doctor.finding import Severity, worst_first
 from megabit.doctor.links import Links
-from megabit.doctor.units import rate_text, size_text
+from megabit.units import counted, rate_text, size_text
 
 FORMAT = 1
 """Version of the JSON."""
@@ -46,7 +46,7 @@ def verdict(found: Diagnosis) -> str:
     wrong = sum(finding.severity == "wrong" for finding in found.findings)
     warnings = sum(finding.severity == "warning" for finding in found.findings)
     text = {0: "Nothing is wrong", 1: "1 thing is wrong"}.get(wrong, f"{wrong} things are wrong")
-    return text + (f", {warnings} warning{'s' * (warnings > 1)}." if warnings else ".")
+    return text + (f", {counted(warnings, 'warning')}." if warnings else ".")
 
 
 def to_json(found: Diagnosis) -> str:
@@ -61,7 +61,7 @@ def _ranks(found: Diagnosis) -> Table:
     """Who is where; hosts only, where there are many ranks."""
     places = found.cluster.places
     hosts = len(found.cluster.hosts)
-    title = f"{len(places)} rank{'s' * (len(places) > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    title = f"{counted(len(places), 'rank')} on {counted(hosts, 'host')}"
     if len(places) > MAX_RANKS:
         table = _table(title, "host", "ranks", "first rank's device")
         for host in found.cluster.hosts:
@@ -89,8 +89,9 @@ def _figures(found: Diagnosis, checkpoint_bytes: float) -> Iterator[tuple[str, s
         first = found.machines[0]
         yield (
             "processors",
-            f"{first.cores} cores, {len(first.allowed)} allowed, {first.threads} "
-            f"thread{'s' * (first.threads > 1)} on each rank, kernels for {first.isa or 'none'}",
+            f"{first.cores} cores, {len(first.allowed)} allowed, "
+            f"{counted(first.threads, 'thread')} on each rank, "
+            f"kernels for {first.isa or 'none'}",
         )
         least = min(found.machines, key=lambda machine: machine.free_bytes)
         yield (

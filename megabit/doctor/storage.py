@@ -18,8 +18,8 @@ from pathlib import Path
 from megabit.doctor.finding import Finding
 from megabit.doctor.places import Cluster
 from megabit.doctor.ranks import Ranks
-from megabit.doctor.units import size_text, time_text
 from megabit.files import sync, write_text
+from megabit.units import size_text, time_text
 
 PATIENCE_S = 3.0
 """How long a rank looks for what another host has just written: network file systems remember for

@@ -16,11 +16,7 @@ import torch
 from megabit.errors import UserError
 from megabit.files import write_text
 from megabit.mesh import Axis
-from megabit.reduce import all_gather
-
-HOST_BYTES = 64
-"""Of a host's name that others learn: what POSIX allows it."""
-NUMBER_BYTES = 8
+from megabit.reduce import gather_json
 
 
 @dataclass(frozen=True)
@@ -53,20 +49,9 @@ class Member:
 
 def gather_members(world: Axis, device: torch.device) -> list[Member]:
     """All ranks, in order; collective over ``world``."""
-    host = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
     pid = os.getpid()
-    numbers = b"".join(n.to_bytes(NUMBER_BYTES, "little") for n in (pid, start_of(pid)))
-    own = bytearray(host + numbers)
-    row = torch.frombuffer(own, dtype=torch.uint8).unsqueeze(0).to(device)
-    members = []
-    for rank, values in enumerate(all_gather(row, world).tolist()):
-        name = bytes(values[:HOST_BYTES]).rstrip(b"\0").decode(errors="replace")
-        own_pid, started = (
-            int.from_bytes(bytes(values[at : at + NUMBER_BYTES]), "little")
-            for at in (HOST_BYTES, HOST_BYTES + NUMBER_BYTES)
-        )
-        members.append(Member(rank, name, own_pid, started))
-    return members
+    own = (socket.gethostname(), pid, start_of(pid))
+    return [Member(rank, *of_rank) for rank, of_rank in enumerate(gather_json(own, world, device))]
 
 
 def start_of(pid: int) -> int:

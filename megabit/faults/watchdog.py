@@ -27,7 +27,7 @@ from typing import Self
 import torch.distributed as dist
 
 from megabit.config import FaultsConfig
-from megabit.errors import RunError
+from megabit.errors import RunError, first_line, named_line
 from megabit.faults import HUNG
 from megabit.faults.blame import Observer
 from megabit.faults.heartbeat import LOST, Board, Listener, Sign
@@ -251,7 +251,8 @@ class Watchdog:
         assert self._farewell is not None
         reason = ""
         if error is not None:
-            reason = LOST if lost is not None else _first_line(error)
+            says = first_line if isinstance(error, RunError) else named_line
+            reason = LOST if lost is not None else says(error)
         self._sign = replace(self._sign, ended=reason)  # from now on in all signs
         with suppress(RuntimeError):
             self._farewell.write(self._own_sign())
@@ -281,8 +282,3 @@ def lost_reason(error: BaseException) -> str | None:
         return None
     # "… This is typically caused by a remote worker crashing. …" is not news.
     return GLOO.sub("", text).split(". ")[0]
-
-
-def _first_line(error: BaseException) -> str:
-    text = (str(error).splitlines() or [""])[0]
-    return text if isinstance(error, RunError) else f"{type(error).__name__}: {text}"

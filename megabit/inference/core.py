@@ -30,6 +30,7 @@ from megabit.inference.scheduler import Limits, Scheduled, Scheduler
 from megabit.mesh import ParallelMesh
 from megabit.model import CausalLMStages
 from megabit.reduce import all_reduce
+from megabit.units import MIB
 
 
 @dataclass(frozen=True)
@@ -144,20 +145,6 @@ class EngineCore:
                 return
             self._gather_reports()
 
-    def run_alone(self, requests: list[AddRequest]) -> list[Message]:
-        """All that ``requests`` bring; all ranks call it, and those that do not schedule get
-        nothing."""
-        if not self.relay.schedules:
-            self.follow()
-            return []
-        messages: list[Message] = []
-        for request in requests:
-            messages += self.handle(request)
-        while self.has_work:
-            messages += self.step()
-        self.end()
-        return messages
-
     def _start(self, scheduled: Scheduled) -> None:
         self._under_way.append(scheduled)
         self.relay.expect(scheduled.batch)
@@ -195,7 +182,7 @@ def _num_blocks(stages: CausalLMStages, mesh: ParallelMesh, settings: CoreSettin
     if stages.attentions:
         dtype = settings.kv_dtype or stages.hidden_dtype
         block = bytes_per_block(len(stages.attentions), size, *_heads(stages), dtype)
-        own = settings.kv_cache_mb * 2**20 // block
+        own = settings.kv_cache_mb * MIB // block
     agreed = torch.tensor([-own], dtype=torch.float64, device=mesh.device)
     for axis in (mesh.tp, mesh.pp):
         agreed = all_reduce(agreed, axis, "max")

@@ -18,9 +18,10 @@ from megabit.config import leaves
 from megabit.data.corpus import TOKENIZER
 from megabit.data.tokenizer import END_OF_TEXT, load_tokenizer, num_ids, read_tokenizer
 from megabit.errors import UserError
+from megabit.files import read_text
 from megabit.inference.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from megabit.inference.text_stream import TextStream, TokenTexts
-from megabit.interop.gguf_special_tokens import SpecialTokens, chat_template, read_json, read_text
+from megabit.interop.gguf_special_tokens import SpecialTokens, chat_template, read_json
 
 _FILES = (
     TOKENIZER,

@@ -9,7 +9,7 @@ import torch
 from megabit.checkpoint import on_all_ranks, verified
 from megabit.checkpoint.model_source import CheckpointSource
 from megabit.checkpoint.source import ModelSource
-from megabit.config import ServingConfig
+from megabit.config import Config, ServingConfig
 from megabit.inference.fit import fitting_config
 from megabit.inference.rebalance import estimate_step_costs
 from megabit.interop.huggingface import HuggingFaceSource
@@ -43,11 +43,7 @@ def open_stages(
     )
     plan = plan_stages(config, mesh.dp.size)
     if serving.parallel.layers_per_stage is None:
-        # Not by what a step of training costs: there the head counts for more.
-        size = getattr(torch, config.precision.compute).itemsize
-        costs = estimate_step_costs(source.model, USUAL_ROWS, USUAL_ROWS, size)
-        layer, head = PartCost(forward=costs.layer), PartCost(forward=costs.head)
-        plan = plan.balanced_by(PartCosts(layer, PartCost(), head))
+        plan = plan.balanced_by(serving_costs(config))
     check_bytes(source, mesh)
     context = layer_context(config, mesh)
     engine = serving.engine
@@ -62,6 +58,14 @@ def open_stages(
     ).eval()
     on_all_ranks(lambda: load_stages(stages, source), mesh)
     return stages, plan
+
+
+def serving_costs(config: Config) -> PartCosts:
+    """What layers are laid on stages by: not what a step of training costs, where the head counts
+    for more."""
+    size = getattr(torch, config.precision.compute).itemsize
+    costs = estimate_step_costs(config.model, USUAL_ROWS, USUAL_ROWS, size)
+    return PartCosts(PartCost(forward=costs.layer), PartCost(), PartCost(forward=costs.head))
 
 
 def check_bytes(source: ModelSource, mesh: ParallelMesh) -> None:

@@ -12,10 +12,10 @@ from megabit.inference.messages import SamplingParams
 from megabit.inference.sampling import RowSampling, logprobs_of, sample
 from megabit.mesh import Axis
 from megabit.model import CausalLMStages
-from megabit.reduce import all_gather
 from megabit.tensor_parallel import ForwardPass
 from megabit.tensor_parallel.argmax import vocab_parallel_argmax
 from megabit.tensor_parallel.cross_entropy import log_probabilities
+from megabit.tensor_parallel.logits import whole_logits
 from megabit.tensor_parallel.partition import BlockPartition
 
 LOGIT_ROWS = 64
@@ -83,7 +83,7 @@ class StageRunner:
             likeliest = vocab_parallel_argmax(logits, rows, tp, self.num_ids).double()
             result[:, 0] = likeliest.masked_fill(likeliest < 0, NO_TOKEN)
             return
-        logits = self._whole(logits).float()
+        logits = whole_logits(logits, rows, tp).float()
         if tp.rank:
             return
         tokens = [want.target for want in wanted]
@@ -105,18 +105,6 @@ class StageRunner:
             for i, of_token in zip(numbers, found_logprobs, strict=True):
                 values = [of_token.logprob, *(x for pair in of_token.top for x in pair)]
                 result[i, 1 : 1 + len(values)] = torch.tensor(values, dtype=result.dtype)
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        """``[m, v]`` of each TP rank → ``[m, V]``."""
-        rows, tp = self.stages.vocab_rows, self._tp
-        if tp.size == 1:
-            return logits
-        partition = BlockPartition(rows.size, rows.num_blocks)
-        widths = [partition.span(rank, tp.size).width for rank in range(tp.size)]
-        padded = logits.new_zeros(max(widths), len(logits))
-        padded[: rows.width] = logits.t()
-        parts = all_gather(padded, tp, "activations").split(max(widths))
-        return torch.cat([p[:w] for p, w in zip(parts, widths, strict=True)]).t().contiguous()
 
 
 def _row(wanted: Wanted) -> RowSampling:

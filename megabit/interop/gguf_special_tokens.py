@@ -1,6 +1,5 @@
 """Which tokens begin, end and fill texts, from the small files that travel with a model."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from tokenizers import Tokenizer
 
 from megabit.data.tokenizer import END_OF_TEXT
 from megabit.errors import UserError
+from megabit.files import read_text
+from megabit.interop import json_fields
 
 END_OF_TURN = "<|eot_id|>"
 """What ends an answer in Llama 3's dialogues; a second token to stop at."""
@@ -94,21 +95,4 @@ def chat_template(assets: Mapping[str, Path], settings: Mapping[str, Any]) -> st
 
 def read_json(assets: Mapping[str, Path], name: str) -> dict[str, Any]:
     """A JSON object; empty if the model has no such file."""
-    if name not in assets:
-        return {}
-    try:
-        value = json.loads(read_text(assets[name]))
-    except ValueError as error:
-        raise UserError(f"{assets[name]}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{assets[name]}: must be a JSON object")
-    return value
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot read it ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    return json_fields.read_json(assets[name]) if name in assets else {}

@@ -25,12 +25,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from megabit.checkpoint.source import ModelSource
 from megabit.errors import UserError
-from megabit.interop.gguf_special_tokens import (
-    SpecialTokens,
-    chat_template,
-    read_json,
-    read_text,
-)
+from megabit.files import read_text
+from megabit.interop.gguf_special_tokens import SpecialTokens, chat_template, read_json
 
 LLAMA_3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

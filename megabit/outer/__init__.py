@@ -5,6 +5,6 @@ say who meets whom. Whatever they do is done to fp32 master weights, and codes a
 those: a mean of codes would be no code.
 """
 
-from megabit.outer.opening import OWN_KINDS, SHARED_KINDS, Outer, open_outer
+from megabit.outer.opening import Outer, open_outer
 
-__all__ = ["OWN_KINDS", "SHARED_KINDS", "Outer", "open_outer"]
+__all__ = ["Outer", "open_outer"]

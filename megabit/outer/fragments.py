@@ -8,13 +8,12 @@ models have more of them than of layers.) What else the paper has, overlapping a
 next steps, is not done.
 """
 
-import json
 from collections.abc import Mapping
 
 import torch
 
 from megabit.mesh import Axis
-from megabit.reduce import gather_bytes
+from megabit.reduce import gather_json
 
 
 def is_due(step: int, fragment: int, fragments: int, inner_steps: int) -> bool:
@@ -44,8 +43,7 @@ def sizes_of_all_stages(
 ) -> dict[str, int]:
     """Elements of the logical tensors of all stages, by name, from those of this rank's;
     collective over ``pipeline``."""
-    own = json.dumps(dict(sizes)).encode()
     merged: dict[str, int] = {}
-    for text in gather_bytes(own, pipeline, device):
-        merged.update(json.loads(text))
+    for of_stage in gather_json(dict(sizes), pipeline, device):
+        merged.update(of_stage)
     return merged

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megabit.data_parallel.codecs.message import aligned
 from megabit.data_parallel.wire import Codec
 from megabit.mesh import Axis
 from megabit.outer.tensors import AnchoredTensor, OuterTensor
@@ -120,7 +121,7 @@ class CastCodec:
 
     def tensor_bytes(self, rows: int, columns: int) -> int:
         """See ``wire.Codec``."""
-        return -(-rows * columns * self.dtype.itemsize // 4) * 4
+        return aligned(rows * columns * self.dtype.itemsize)
 
     def encode(self, x: Tensor, maximum: Tensor | None, generator: torch.Generator) -> Tensor:
         """See ``wire.Codec``. Rounds to nearest."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TypeAlias
 
-from megabit.errors import UserError
+from megabit.errors import UserError, named_line
 from megabit.pipeline.actions import Exchange, Schedule
 from megabit.pipeline.communicate import LOOKAHEAD, with_communication
 from megabit.pipeline.placement import Placement
@@ -87,7 +87,7 @@ def _make_user_schedule(
         schedule = generator(ranks, microbatches, chunks)
     except Exception as error:
         call = f"called with ({ranks}, {microbatches}, {chunks})"
-        raise _error(f"{name}: {call}, it raises {_one_line(error)}") from error
+        raise _error(f"{name}: {call}, it raises {named_line(error)}") from error
     if not isinstance(schedule, Schedule):
         raise _error(
             f"{name}: returns {type(schedule).__name__}, must return a "
@@ -109,7 +109,7 @@ def _make_user_schedule(
             lines.append(f"and {len(error.findings) - MAX_FINDINGS} more")
         raise _error(*(f"{name}: {line}" for line in lines)) from error
     except Exception as error:  # such as a microbatch that is a string
-        raise _error(f"{name}: returns what cannot be read: {_one_line(error)}") from error
+        raise _error(f"{name}: returns what cannot be read: {named_line(error)}") from error
     return schedule
 
 
@@ -138,7 +138,7 @@ def _load(name: str) -> Generator:
     try:
         module = _load_file(source) if is_file else importlib.import_module(source)
     except Exception as error:
-        raise _error(f"{name}: cannot import {source}: {_one_line(error)}") from error
+        raise _error(f"{name}: cannot import {source}: {named_line(error)}") from error
     generator = getattr(module, function, None)
     if not callable(generator):
         raise _error(f"{name}: {source} has no function {function!r}")
@@ -154,11 +154,6 @@ def _load_file(path: str) -> ModuleType:
     sys.modules[spec.name] = module  # where dataclasses look up what they are made of
     spec.loader.exec_module(module)
     return module
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _error(*problems: str) -> UserError:

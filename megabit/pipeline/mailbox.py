@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabit.errors import RunError
+from megabit.errors import RunError, first_line
 from megabit.mesh import Axis
 from megabit.pipeline.actions import Exchange, Message
 from megabit.reduce import Purpose
@@ -70,7 +70,7 @@ class Mailbox:
             purpose: Purpose = (
                 "activations" if message.kind == "activation" else "activation gradients"
             )
-            self.pp.sent[purpose] += tensor.nbytes
+            self.pp.count(tensor.nbytes, purpose)
         tensors += [
             torch.empty(self.shape(message.microbatch), dtype=self.dtype, device=self.device)
             for message in exchange.receives
@@ -130,10 +130,8 @@ class Mailbox:
             self._lost(transfer.message, error)
 
     def _lost(self, message: Message, error: RuntimeError) -> NoReturn:
-        # gloo begins with the place in its own source.
-        reason = str(error).splitlines()[0].rpartition("] ")[2]
         raise PeerLost(
             f"pipeline rank {self.pp.rank}: rank {message.peer} of the pipeline (world rank "
             f"{self.pp.global_rank(message.peer)}) does not answer; lost the {message.kind} of "
-            f"microbatch {message.microbatch} ({reason})"
+            f"microbatch {message.microbatch} ({first_line(error)})"
         ) from error

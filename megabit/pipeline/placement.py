@@ -36,6 +36,7 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
+        """Stages of the model, p · v."""
         return self.ranks * self.chunks
 
     @property
@@ -53,9 +54,11 @@ class Placement:
         return None
 
     def stage(self, rank: int, chunk: int) -> int:
+        """Which stage of the model a chunk of a rank is."""
         return self.stages[rank][chunk]
 
     def rank_of(self, stage: int) -> int:
+        """Which rank has a stage."""
         return self._places[stage][0]
 
     def chunk_of(self, stage: int) -> int:

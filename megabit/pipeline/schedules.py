@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from megabit.pipeline.actions import Backward, Compute, Forward, Schedule
 from megabit.pipeline.placement import Placement
+from megabit.units import counted
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int) -> Schedule:
@@ -96,4 +97,4 @@ def alternate(
 
 def require_chunks(chunks: int, right: int) -> None:
     if chunks != right:
-        raise ValueError(f"must have {right} stage{'s' * (right > 1)} on each rank, not {chunks}")
+        raise ValueError(f"must have {counted(right, 'stage')} on each rank, not {chunks}")

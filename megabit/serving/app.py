@@ -1,7 +1,6 @@
 """The routes. No torch is imported in the process that this runs in."""
 
 import hmac
-import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -25,8 +24,7 @@ from megabit.serving.host_check import HostCheck
 from megabit.serving.openai_types import ChatRequest, CompletionRequest, parse
 from megabit.serving.requests import ClientGone, read_body, unless_gone
 from megabit.serving.service import Service
-
-logger = logging.getLogger("megabit.serving")
+from megabit.units import MIB
 
 _GONE = 499
 """For logs and counts only: nobody is there to get it."""
@@ -63,7 +61,7 @@ def create_app(service: Service) -> FastAPI:
 class _Routes:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._max_bytes = int(service.config.server.max_body_mb * 2**20)
+        self._max_bytes = int(service.config.server.max_body_mb * MIB)
         key = service.config.server.api_key
         self._expected = None if key is None else f"Bearer {key}".encode()
         page = files("megabit.serving") / "assets" / "chat.html"

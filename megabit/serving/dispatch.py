@@ -33,11 +33,6 @@ class Dispatcher:
             return 0
         return max(0, self._capacity - self._sequences)
 
-    @property
-    def under_way(self) -> int:
-        """Jobs that the engine has."""
-        return 0 if self._connection is None else len(self._connection.jobs)
-
     def submit(self, job: Job) -> None:
         self._waiting.append(job)
         self._pump()

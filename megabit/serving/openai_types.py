@@ -18,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
+from megabit.inference.sampling_problems import MAX_ANSWERS
 from megabit.serving.api_error import ApiError
 
 MAX_PROMPTS = 1024
-MAX_ANSWERS = 64
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024

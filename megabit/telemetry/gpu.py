@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-MIB = 2**20
+from megabit.units import MIB
 
 
 @dataclass(frozen=True)

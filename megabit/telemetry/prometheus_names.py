@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MB = 1e6
-MIB = float(2**20)
+from megabit.units import MB, MIB
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,19 @@
-"""Layers split over tensor-parallel ranks. Statistics and scales belong to the logical tensor."""
+"""Layers split over tensor-parallel ranks. Statistics and scales belong to the logical tensor.
+
+What crosses ranks, for a ternary layer:
+
+- column input: nothing forward; under sequence parallelism an all-gather of int8 and one scale per
+  token, kept for dW. Backward the sum of dX (all-reduce, or reduce-scatter), while dW is computed;
+  of a tree's all-reduce, its first half
+- sub-norm: forward two numbers per block and token, Σx² and max|x·g|; backward one
+- row output: forward a sum of integers (``row_sums``); backward nothing, or under sequence
+  parallelism an all-gather of dY
+- KV heads that several ranks hold: nothing forward, the sum of dK and dV backward
+- loss: for each token a maximum, then one sum per block of vocabulary and the target's logit
+
+Activations are quantized once for q, k, v and once for gate, up. KV heads that TP does not divide
+are held by every rank that reads them.
+"""
 
 from megabit.tensor_parallel.bitlinear import (
     BitLinear,

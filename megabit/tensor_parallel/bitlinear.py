@@ -133,11 +133,18 @@ class BitLinear(ColumnParallelBitLinear):
     def forward(
         self, x: Tensor, absmax: Tensor | None = None, forward_pass: ForwardPass = PLAIN
     ) -> Tensor:
+        """``x […, in_features]`` → ``[…, out_features]``, in ``dtype``.
+
+        Args:
+            absmax: ``[…, 1]``, max|x| of each token, where the caller knows it already.
+            forward_pass: what microbatches of a trainer carry along; nothing in other programs.
+        """
         flat_absmax = None if absmax is None else absmax.reshape(-1, 1)
         y = super().forward(x.reshape(-1, x.shape[-1]), flat_absmax, forward_pass)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def ternary(self) -> TernaryWeight:
+        """Codes and scale of the weight as it is now."""
         if self.weight.requires_grad:
             self._ternary_source = None
         return super().ternary()

@@ -34,6 +34,7 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def forward(self, tokens: Tensor, forward_pass: ForwardPass = PLAIN) -> Tensor:
+        """Token ids ``[T]`` → ``[t, H]`` in the compute dtype."""
         span = self.weight.shard.span
         here = (tokens >= span.start) & (tokens < span.stop)
         local = (tokens - span.start).masked_fill(~here, 0)

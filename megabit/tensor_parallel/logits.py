@@ -1,4 +1,4 @@
-"""The output head's product: logits over this rank's rows of the vocabulary."""
+"""The output head's product: logits over this rank's rows of the vocabulary, and all of them."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megabit.reduce import tree_sum
+from megabit.mesh import Axis
+from megabit.reduce import all_gather, tree_sum
 from megabit.tensor_parallel.context import LayerContext
 from megabit.tensor_parallel.forward_pass import PLAIN, ForwardPass
 from megabit.tensor_parallel.parameter import ShardedParameter
-from megabit.tensor_parallel.partition import Span
+from megabit.tensor_parallel.partition import BlockPartition, Span
 from megabit.tensor_parallel.weight_gradients import WeightGradientQueue, weight_gradient
 from megabit_kernels import dense_linear, runs_native
 
@@ -33,6 +34,22 @@ def vocab_parallel_logits(
     queue = forward_pass.weight_gradients
     is_in_blocks = torch.is_grad_enabled() and not runs_native(x)
     return _VocabParallelLogits.apply(x, weight.ready(), rows, context, queue, is_in_blocks)
+
+
+def whole_logits(logits: Tensor, rows: Span, tp: Axis) -> Tensor:
+    """``[T, v]`` of each TP rank → ``[T, V]``, on every rank; gathers ``T·V`` numbers over TP.
+
+    Args:
+        rows: of the vocabulary, that this rank's columns are. Ranks may have differently many.
+    """
+    if tp.size == 1:
+        return logits
+    partition = BlockPartition(rows.size, rows.num_blocks)
+    widths = [partition.span(rank, tp.size).width for rank in range(tp.size)]
+    padded = logits.new_zeros(max(widths), len(logits))
+    padded[: rows.width] = logits.t()
+    parts = all_gather(padded, tp, "activations").split(max(widths))
+    return torch.cat([p[:w] for p, w in zip(parts, widths, strict=True)]).t().contiguous()
 
 
 class _VocabParallelLogits(Function):

@@ -101,11 +101,6 @@ class LossySums:
         return _decoded(received, width).flatten(0, 1)[:tokens].to(dtype)
 
 
-def message_bytes(tokens: int, width: int) -> int:
-    """Of one message with ``[tokens, width]`` numbers."""
-    return HEADER + tokens * (width + 4 * -(-width // GROUP))
-
-
 def _encoded(x: Tensor, parts: int, max_crest: float) -> Tensor:
     """fp32 ``[parts · n, N]`` → uint8 ``[parts, bytes]``: a flag, the scales, the codes of each of
     the parts. The flag is that of all of ``x``."""

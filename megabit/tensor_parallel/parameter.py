@@ -25,6 +25,7 @@ class Shard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """Of the part that this rank has."""
         return (*self.shape[: self.dim], self.span.width, *self.shape[self.dim + 1 :])
 
     @property

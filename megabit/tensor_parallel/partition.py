@@ -45,6 +45,7 @@ class Span:
 
     @property
     def width(self) -> int:
+        """Elements in it."""
         return self.stop - self.start
 
     @property

@@ -9,13 +9,11 @@ import torch
 from megabit.mesh import ParallelMesh
 from megabit.reduce import all_gather, all_reduce
 from megabit.telemetry import Accounting, IntervalMetrics
-from megabit.training.interval import MB
 from megabit.training.memory import KINDS, megatron_bytes, peak_bytes, resident_bytes
 from megabit.training.shapes import RankShape
 from megabit.training.step import StepReport, TrainingState
 from megabit.training.traffic import StepKind, megatron_traffic, total_traffic
-
-MIB = 2**20
+from megabit.units import MB, MIB
 
 
 def take_account(

@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from megabit.data.corpus import CorpusInfo
-from megabit.model import num_parameters
+from megabit.model.words import short_model_text
 from megabit.pipeline.layout import StageLayout
 from megabit.pipeline.simulate import peak_activations, simulate
 from megabit.training.step import TrainingState
@@ -15,8 +15,7 @@ def describe(state: TrainingState, corpus: CorpusInfo, first_step: int) -> list[
     config, mesh = state.config, state.mesh
     model, parallel = config.model, config.parallel
     lines = [
-        f"Model: {num_parameters(model) / 1e6:.2f} M parameters, {model.linear}, "
-        f"{model.num_hidden_layers} layers × {model.hidden_size}",
+        f"Model: {short_model_text(model)}",
         f"Text: {corpus.train.tokens:,} tokens in {corpus.train.documents} documents to train on, "
         f"{corpus.held_out.tokens:,} in {corpus.held_out.documents} held out",
         f"Layout: TP {mesh.tp.size} × PP {mesh.pp.size} × DP {mesh.dp.size}"

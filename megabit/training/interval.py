@@ -33,9 +33,8 @@ from megabit.training.probe import (
     unpack,
 )
 from megabit.training.step import StepReport, TrainingState
+from megabit.units import MB, MIB
 
-MB = 1e6
-MIB = 2**20
 SENT = [*product(AXES, get_args(Purpose))]
 """(axis, purpose) of what is counted."""
 COLLECTIVE_AXES = tuple(axis for axis in AXES if axis != "pp")

@@ -11,9 +11,10 @@ bytes of fp32 (fp64 if compute is):
 - masters: P·w, or d·P·w with ``zero_stage`` 0; moments: twice as much, or with Muon, of layers'
   matrices, as much.
 
-Activations, buffers that travel (a bucket's for as long as it does: with a slow network, up to d·P
-gradients on the wire) and the libraries themselves are in the process' peak, which is measured
-only.
+What an outer optimizer keeps is ``outer_bytes``. Activations, buffers that travel (a bucket's for
+as long as it does: with a slow network, up to d·P gradients on the wire) and the libraries
+themselves are in the process' peak, which is measured here (``peak_bytes``); ``plan.memory``
+predicts it.
 """
 
 import resource
@@ -24,29 +25,54 @@ import torch
 
 from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH
 from megabit.training.shapes import Held, RankShape
-from megabit_kernels.conversion import data_shape
+from megabit_kernels.conversion import Layout, data_shape
 from megabit_kernels.dispatch import best_layout
 
 KINDS = ("codes", "dense weights", "gradients", "masters", "moments")
 
 
 def resident_bytes(
-    shape: RankShape, device: torch.device, has_updated: bool = True, share: float = 1.0
+    shape: RankShape,
+    device: torch.device,
+    has_updated: bool = True,
+    share: float = 1.0,
+    layout: Layout | None = None,
 ) -> dict[str, int]:
     """Bytes by kind after a step.
 
     Args:
         has_updated: whether any step has changed weights; moments begin with the first that does.
         share: λ of the next step.
+        layout: in which codes are held; None: the one that is best on this machine's ``device``.
     """
+    layout = layout or best_layout(device)
     total = dict.fromkeys(KINDS, 0)
     for held in shape.parameters():
-        for kind, num_bytes in _resident(held, shape, device, share).items():
+        for kind, num_bytes in _resident(held, shape, layout, share).items():
             total[kind] += num_bytes
     if shape.config.optim.name == "muon":
         for held in shape.layer_matrices():  # have a momentum in place of two moments
-            total["moments"] -= _resident(held, shape, device, share)["masters"]
+            total["moments"] -= _resident(held, shape, layout, share)["masters"]
     return total if has_updated else {**total, "moments": 0}
+
+
+def outer_bytes(shape: RankShape) -> int:
+    """What the outer optimizer of an island keeps on this rank (``outer.method``), of the rows that
+    it brings to meetings: of DiLoCo an anchor, a momentum and, where messages are coded, what they
+    have lost; of ``stale`` at most so many rounds as it may be ahead, and where the present one
+    began. Gossip keeps nothing."""
+    outer, dp = shape.config.outer, shape.dp
+    dp_rank = shape.rank // shape.tp % dp
+    elements = 0
+    for held in shape.parameters():
+        if held.kind != "second use":
+            first = dp_rank * -(-held.rows // dp)
+            elements += max(0, min(held.rows - first, -(-held.rows // dp))) * held.columns
+    copies = {
+        "diloco": 2 + (outer.wire != "float32"),
+        "stale": 1 + outer.staleness if outer.staleness else 0,
+    }
+    return copies.get(outer.method, 0) * elements * shape.wide_bytes
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -63,14 +89,14 @@ def peak_bytes(device: torch.device) -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _resident(held: Held, shape: RankShape, device: torch.device, share: float) -> dict[str, int]:
+def _resident(held: Held, shape: RankShape, layout: Layout, share: float) -> dict[str, int]:
     dp, wide = shape.dp, shape.wide_bytes
     all_parts = dp * held.part(dp) * wide
     masters = held.part(dp) * wide if shape.is_sharded else all_parts
     codes = dense = 0
     match held.kind:
         case "ternary" if share == 1:
-            codes = _codes(held, device)
+            codes = _codes(held, layout)
         case "ternary" | "matrix":
             dense = held.numel * shape.compute_bytes
         case "gain" | "partial gain":
@@ -113,6 +139,6 @@ def _sums(held: Held, shape: RankShape) -> int:
     return whole + (part if shape.is_sharded else shape.dp * part)
 
 
-def _codes(held: Held, device: torch.device) -> int:
+def _codes(held: Held, layout: Layout) -> int:
     """Every layout has items of one byte."""
-    return torch.Size(data_shape(best_layout(device), held.rows, held.columns)).numel()
+    return torch.Size(data_shape(layout, held.rows, held.columns)).numel()

@@ -10,7 +10,6 @@ A run goes on with other numbers of islands and of DP ranks, too: a new island b
 of those before had.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ from megabit.checkpoint.verify import MoreTensors
 from megabit.data_parallel import Piece
 from megabit.data_parallel.lost import HEAD_ERROR, lost_names, lost_pieces, restore_lost
 from megabit.outer.opening import OWN_KINDS, SHARED_KINDS
-from megabit.reduce import gather_bytes
+from megabit.reduce import gather_json
 from megabit.training.step import TrainingState
 
 
@@ -51,8 +50,7 @@ def more_of_manifest(state: TrainingState) -> dict[str, Any]:
     kinds: set[str] = set()
     if state.outer is not None:
         kinds = {kind for piece in state.outer.pieces() for kind in piece.tensors}
-    names = json.dumps(lost_names(optimizer)).encode()
-    of_stages = [json.loads(text) for text in gather_bytes(names, mesh.pp, mesh.device)]
+    of_stages = gather_json(lost_names(optimizer), mesh.pp, mesh.device)
     lost: dict[str, list[str]] = {}
     for kind, name in (pair for names in of_stages for pair in names):
         for sender in range(reduction.senders[1]):
@@ -60,8 +58,7 @@ def more_of_manifest(state: TrainingState) -> dict[str, Any]:
     own: dict[str, Any] = {"updates": optimizer.updates, "state": state.progress.state()}
     if state.outer is not None:
         own["outer"] = state.outer.state()
-    texts = gather_bytes(json.dumps(own).encode(), mesh.outer, mesh.device)
-    islands = [json.loads(text) for text in texts]
+    islands = gather_json(own, mesh.outer, mesh.device)
     more = MoreTensors(
         islands=mesh.outer.size,
         shared_kinds=[kind for kind in SHARED_KINDS if kind in kinds],

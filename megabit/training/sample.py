@@ -15,8 +15,9 @@ from megabit.pipeline.catalog import make_forward_schedule
 from megabit.pipeline.communicate import lookahead_on
 from megabit.pipeline.execute import run_schedule
 from megabit.pipeline.placement import Placement
-from megabit.reduce import all_reduce, broadcast
+from megabit.reduce import broadcast
 from megabit.tensor_parallel import ForwardPass
+from megabit.tensor_parallel.logits import whole_logits
 
 
 def sample_text(
@@ -74,14 +75,8 @@ def _logits_at(
     forward_pass: ForwardPass,
 ) -> Tensor:
     """Logits ``[V]`` at one position, gathered over TP."""
-    own = stages.logits(hidden)[position]
-    rows, tp = stages.vocab_rows, stages.context.tp
-    if tp.size == 1:
-        return own
-    # Ranks may have differently many rows, so each puts its own into zeros.
-    whole = own.new_zeros(rows.size)
-    whole[rows.start : rows.stop] = own
-    return all_reduce(whole, tp)
+    own = stages.logits(hidden)[position : position + 1]
+    return whole_logits(own, stages.vocab_rows, stages.context.tp)[0]
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

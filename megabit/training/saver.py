@@ -26,8 +26,7 @@ from megabit.training.more_state import training_parts
 from megabit.training.resume import manifest_of
 from megabit.training.snapshot import ternary_parts
 from megabit.training.step import TrainingState
-
-MB = 1e6
+from megabit.units import MB
 
 
 @dataclass

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from megabit.config import Config
-from megabit.data_parallel.layout import ALIGNMENT, CODES_PER_BYTE, Kind
+from megabit.data_parallel.layout import ALIGNMENT, Kind
 from megabit.model.kv_heads import HeadSplit
 from megabit.pipeline.layout import StageLayout
 from megabit.pipeline.plan import StagePlan
 from megabit.tensor_parallel import BlockPartition
+from megabit_kernels.packing import CODES_PER_BYTE, packed_width
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Held:
 
     def code_part(self, ranks: int) -> int:
         """Bytes of its packed codes in a bucket: whole bytes for each row, 4 codes to one."""
-        num_bytes = -(-self.rows // ranks) * -(-self.columns // CODES_PER_BYTE)
+        num_bytes = -(-self.rows // ranks) * packed_width(self.columns)
         alignment = ALIGNMENT // CODES_PER_BYTE
         return -(-num_bytes // alignment) * alignment
 

@@ -54,32 +54,22 @@ gradients (``data_parallel.codecs``) have bytes of their own in place of P, in t
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
 from megabit.config import Config
-from megabit.data_parallel.codecs import codec_of
-from megabit.data_parallel.layout import REDUCED_EACH_MICROBATCH
-from megabit.data_parallel.zero import is_coded
 from megabit.pipeline.plan import StagePlan
-from megabit.reduce import Purpose
 from megabit.tensor_parallel import TERNARY, Quantization
-from megabit.tensor_parallel.activations import LEVELS
-from megabit.tensor_parallel.weight_scale import bytes_of_sums
-from megabit.training.muon_traffic import sent_updates
-from megabit.training.shapes import Held, RankShape
+from megabit.training import messages
+from megabit.training.messages import Message, ring
+from megabit.training.shapes import RankShape
 
 Sent = dict[tuple[str, str], float]
 """Bytes by (axis, purpose), as ``ParallelMesh.sent``."""
 
-Items = Iterator[tuple[str, Purpose, float]]
-"""(axis, purpose, bytes)"""
-
-COUNT_BYTES = 4
-"""Of a count of codes: int32."""
-NUMBER_BYTES = 8
-"""Of what ranks agree on: int64 and fp64."""
+AXES = {"ends": "pp", "stage": "world"}
+"""The axis that bytes count for, where a message has another one."""
 
 
 @dataclass(frozen=True)
@@ -120,20 +110,19 @@ def step_traffic(shape: RankShape, kind: StepKind = USUAL) -> Sent:
     ``shape`` is of the step's batch size (``StepKind.of``).
     """
     quantization = kind.quantization
-    recomputing = shape.recomputing_layers()
+    layers, recomputing = len(shape.layers), shape.recomputing_layers()
     total: Sent = {}
-    for times, items in (
-        (shape.microbatches, _embedding_and_head(shape)),
-        (shape.microbatches * len(shape.layers), _layer(shape, quantization)),
-        (shape.microbatches * recomputing, _recomputed_layer(shape, quantization)),
-        (shape.microbatches, _between_stages(shape)),
-        (1, chain(_gradients(shape), _agreement(shape, kind.is_finite))),
-        (int(kind.is_updated), _updates(shape)),
-        (int(kind.publishes), _weights(shape, kind.next_share)),
+    for times, sent in (
+        (shape.microbatches * shape.has_embedding, messages.embedding(shape)),
+        (shape.microbatches * shape.has_head, messages.head(shape)),
+        (shape.microbatches * layers, messages.layer(shape, quantization)),
+        (shape.microbatches * recomputing, messages.recomputed_layer(shape, quantization)),
+        (shape.microbatches, messages.between_stages(shape)),
+        (1, chain(messages.gradients(shape), messages.agreement(shape, kind.is_finite))),
+        (int(kind.is_updated), messages.updates(shape)),
+        (int(kind.publishes), messages.weights(shape, kind.next_share)),
     ):
-        for axis, purpose, num_bytes in items:
-            if times * num_bytes:
-                total[axis, purpose] = total.get((axis, purpose), 0) + times * num_bytes
+        _add(total, sent, times)
     return total
 
 
@@ -162,8 +151,7 @@ def total_traffic(
                     total[key] = total.get(key, 0) + dp * num_bytes
         if kind.is_updated:
             shape = RankShape(config, world_size, stage, plan)
-            for axis, purpose, num_bytes in _updates(shape, of_all=True):
-                total[axis, purpose] = total.get((axis, purpose), 0) + num_bytes
+            _add(total, messages.updates(shape, of_all=True))
     return total
 
 
@@ -182,227 +170,9 @@ def megatron_traffic(config: Config, world_size: int, plan: StagePlan) -> Sent:
     return {("dp", "weight gradients"): gradients, ("dp", "weights"): weights} if dp > 1 else {}
 
 
-def all_reduce(num_bytes: float, ranks: int) -> float:
-    """What a ring sends to sum or compare so many bytes."""
-    return 2 * ring(num_bytes, ranks)
-
-
-def ring(num_bytes: float, ranks: int) -> float:
-    """What a ring sends for a gather to, a reduce-scatter or an all-to-all of so many bytes."""
-    return (ranks - 1) * num_bytes / ranks
-
-
-def _embedding_and_head(shape: RankShape) -> Items:
-    model, tp, wide = shape.config.model, shape.tp, shape.wide_bytes
-    row = model.hidden_size * shape.compute_bytes
-    if shape.has_embedding:
-        yield "tp", "activations", _sum_of_hidden(shape, shape.compute_bytes)
-        yield "tp", "activation gradients", _all_tokens(shape, row)
-    if shape.has_head:
-        yield "tp", "activations", _all_tokens(shape, row)
-        yield "tp", "activation gradients", _sum_of_hidden(shape, shape.compute_bytes)
-        yield "tp", "weight gradients", _gain_each_time(shape)
-        yield "tp", "statistics", all_reduce(shape.tokens * wide, tp)
-        sums = 2 if shape.config.loss.label_smoothing else 1
-        blocks_and_targets = sums * model.num_attention_heads + tp
-        yield "tp", "statistics", ring(shape.tokens * blocks_and_targets * wide, tp)
-
-
-def _layer(shape: RankShape, quantization: Quantization) -> Items:
-    model, tp, tokens, wide = shape.config.model, shape.tp, shape.tokens, shape.wide_bytes
-    dense = shape.compute_bytes
-    codes = _multiplies_codes(shape, quantization)
-    inputs = _column_inputs(shape)
-    yield "tp", "activations", inputs * _column_input(shape, codes) + 2 * _row_output(shape, codes)
-    # The terms of a tree are not rounded before it.
-    dx = _sum_of_hidden(shape, wide if shape.is_exact else dense)
-    dy = _all_tokens(shape, model.hidden_size * dense)
-    yield "tp", "activation gradients", inputs * dx + 2 * dy
-    if model.num_key_value_heads % tp:
-        kv = model.num_key_value_heads * model.head_dim
-        yield "tp", "activation gradients", all_reduce(2 * tokens * kv * dense, tp)
-    forward, backward = 2, 1
-    blocks = tokens * model.num_attention_heads * wide
-    if model.norm_placement != "prenorm":
-        yield "tp", "statistics", 2 * (forward + backward) * ring(blocks, tp)
-    yield "tp", "statistics", _row_ranges(shape, quantization)
-    gains = {"subln": 2, "prenorm": 2, "in_linear": 0, "per_proj": 7}[model.norm_placement]
-    yield "tp", "weight gradients", gains * _gain_each_time(shape)
-
-
-def _recomputed_layer(shape: RankShape, quantization: Quantization) -> Items:
-    codes = _multiplies_codes(shape, quantization)
-    if shape.config.train.recompute == "full":
-        yield "tp", "activations", _column_inputs(shape) * _column_input(shape, codes)
-    if not codes:
-        yield "tp", "activations", 2 * _row_output(shape, codes)
-
-
-def _multiplies_codes(shape: RankShape, quantization: Quantization) -> bool:
-    """Whether a layer's products are those of int8 and codes, or of floating-point numbers."""
-    is_full = quantization.full_precision_activations or shape.config.model.activations == "full"
-    return shape.is_ternary and quantization.share == 1 and not is_full
-
-
-def _column_inputs(shape: RankShape) -> int:
-    """Of a layer: one for q, k and v, and one for gate and up, unless each has its own."""
-    return 5 if shape.config.model.norm_placement == "per_proj" else 2
-
-
-def _row_ranges(shape: RankShape, quantization: Quantization) -> float:
-    """For the ranges that o's and down's inputs are quantized in, unless a norm has told them."""
-    model = shape.config.model
-    is_full = quantization.full_precision_activations or model.activations == "full"
-    if is_full or not shape.is_ternary:
-        return 0
-    sent = 0.0
-    if model.norm_placement == "prenorm" or model.hadamard:
-        sent += 2 * all_reduce(shape.tokens * shape.wide_bytes, shape.tp)
-    if model.activations == "a4.8":
-        sent += all_reduce(shape.tokens * LEVELS * COUNT_BYTES, shape.tp)
-    return sent
-
-
-def _sum_of_hidden(shape: RankShape, element_bytes: int) -> float:
-    """A sum of ``[T, H]`` over TP, for the tokens that a rank has between the layers."""
-    size = shape.tokens * shape.config.model.hidden_size * element_bytes
-    is_split = shape.config.parallel.sequence_parallel
-    return ring(size, shape.tp) if is_split else all_reduce(size, shape.tp)
-
-
-def _all_tokens(shape: RankShape, token_bytes: float) -> float:
-    """A gather over TP of so many bytes a token, where ranks have only their own."""
-    if not shape.config.parallel.sequence_parallel:
-        return 0
-    return ring(shape.tokens * token_bytes, shape.tp)
-
-
-def _column_input(shape: RankShape, codes: bool) -> float:
-    """For q, k, v together, or gate and up."""
-    hidden = shape.config.model.hidden_size
-    return _all_tokens(shape, hidden + shape.wide_bytes if codes else hidden * shape.compute_bytes)
-
-
-def _row_output(shape: RankShape, codes: bool) -> float:
-    """For o, or down."""
-    if not codes:
-        return _sum_of_hidden(shape, shape.compute_bytes)
-    if shape.config.parallel.row_reduce == "int32":
-        return _sum_of_hidden(shape, 4)
-    tp = shape.tp
-    numbers = -(-shape.tokens // tp) * tp * shape.config.model.hidden_size
-    sent = ring(2 * (numbers + tp), tp)
-    if not shape.config.parallel.sequence_parallel:
-        sent += ring(numbers * shape.compute_bytes, tp)
-    return sent
-
-
-def _gain_each_time(shape: RankShape) -> float:
-    """For the gain of a norm that runs on a rank's own tokens, where its gradient is summed over TP
-    in each microbatch."""
-    if not (shape.is_exact and shape.config.parallel.sequence_parallel):
-        return 0
-    return all_reduce(shape.config.model.hidden_size * shape.wide_bytes, shape.tp)
-
-
-def _between_stages(shape: RankShape) -> Items:
-    ranks = shape.tp if shape.config.parallel.sequence_parallel else 1
-    hidden = shape.tokens // ranks * shape.config.model.hidden_size * shape.compute_bytes
-    placement, own = shape.plan.schedule.placement, shape.pipeline_rank
-    for stage in placement.stages[own]:
-        if stage < placement.num_stages - 1 and placement.rank_of(stage + 1) != own:
-            yield "pp", "activations", hidden
-        if stage > 0 and placement.rank_of(stage - 1) != own:
-            yield "pp", "activation gradients", hidden
-
-
-def _gradients(shape: RankShape) -> Items:
-    """For the sums of a step's gradients, a tensor at a time."""
-    dp, wide, codec = shape.dp, shape.wide_bytes, codec_of(shape.config)
-    slow = "dp" if shape.dp_intra is None else "dp_inter"
-    for held in shape.parameters():
-        part = held.part(dp)
-        is_often = shape.sums_travel_each_microbatch and held.kind in REDUCED_EACH_MICROBATCH
-        times = shape.microbatches if is_often else 1
-        sent = part * shape.wire_bytes
-        if codec is None or not is_coded(held.kind, held.logical_numel, shape.config):
-            yield from _over_dp(shape, "weight gradients", times * sent, times * sent)
-        elif dp > 1:
-            coded = codec.tensor_bytes(-(-held.rows // dp), held.columns)
-            yield from _over_dp(shape, "weight gradients", times * sent, times * coded)
-            if codec.needs_maximum:
-                yield slow, "weight gradients", times * all_reduce(4, _outermost(shape))
-        if not shape.is_sharded:  # all of them have all sums
-            yield from _over_dp(shape, "weight gradients", part * wide, part * wide)
-        if held.kind == "partial gain":
-            yield "tp", "weight gradients", all_reduce(dp * part * wide, shape.tp)
-    if shape.config.model.tie_word_embeddings and shape.has_embedding != shape.has_head:
-        embedding = next(shape.parameters())
-        held_parts = 1 if shape.is_sharded else dp
-        yield "pp", "weight gradients", all_reduce(held_parts * embedding.share(dp) * wide, 2)
-
-
-def _over_dp(shape: RankShape, purpose: Purpose, inside: float, across: float) -> Items:
-    """A reduce-scatter to parts, or a gather of parts, of ``inside`` bytes each in a host and of
-    ``across`` in between; in one level, of the latter."""
-    if shape.dp_intra is None:
-        yield "dp", purpose, (shape.dp - 1) * across
-        return
-    hosts = _outermost(shape)
-    yield "dp", purpose, (shape.dp_intra - 1) * hosts * inside
-    yield "dp_inter", purpose, (hosts - 1) * across
-
-
-def _outermost(shape: RankShape) -> int:
-    """Ranks of the slowest level of DP."""
-    return shape.dp if shape.dp_intra is None else shape.dp // shape.dp_intra
-
-
-def _updates(shape: RankShape, of_all: bool = False) -> Items:
-    """For what Muon orthogonalises: of a rank, or of all ranks of its stage."""
-    if shape.config.optim.name != "muon":
-        return
-    by_rank = sent_updates(shape)
-    sent = by_rank[shape.rank % len(by_rank)]
-    if of_all:
-        sent = sum(by_rank) * (shape.tp * shape.dp // len(by_rank))
-    if sent:
-        yield "world" if shape.is_sharded else "tp", "updates", sent
-
-
-def _weights(shape: RankShape, share: float) -> Items:
-    """For what layers compute with after an update."""
-    parameters = list(shape.parameters())
-    scales = bytes_of_sums(shape.config.model.weight_scale)
-    scales *= sum(held.kind == "ternary" for held in parameters)
-    if not shape.is_sharded:  # each DP rank makes all codes
-        yield "tp", "scales", all_reduce(scales, shape.tp)
-        return
-    yield "world", "scales", all_reduce(scales, shape.tp * shape.dp)
-    for held in parameters:
-        published = _published_bytes(held, shape, share)
-        yield from _over_dp(shape, "weights", published, published)
-
-
-def _published_bytes(held: Held, shape: RankShape, share: float) -> int:
-    """Of a DP rank's part, as it travels."""
-    part = held.part(shape.dp)
-    match held.kind:
-        case "ternary" if share == 1:
-            return held.code_part(shape.dp)
-        case "ternary" | "matrix":
-            return part * shape.compute_bytes
-        case "second use":  # a gradient only
-            return 0
-        case _:
-            return part * shape.wide_bytes
-
-
-def _agreement(shape: RankShape, is_finite: bool) -> Items:
-    """For the numbers that all ranks go by."""
-    counts, sums = 2, 2  # of the tokens that count and of all; of the objective and the loss
-    yield "dp", "control", (counts + sums) * all_reduce(NUMBER_BYTES, shape.dp)
-    yield "pp", "control", sums * all_reduce(NUMBER_BYTES, shape.pp)  # to all stages
-    # The largest gradient; if it is finite, the sum of squares.
-    norm = 2 if is_finite else 1
-    yield "world", "control", norm * all_reduce(NUMBER_BYTES, shape.world_size)
+def _add(total: Sent, sent: Iterable[Message], times: int = 1) -> None:
+    for message in sent:
+        num_bytes = times * message.sent_bytes
+        if num_bytes:
+            key = AXES.get(message.axis, message.axis), message.purpose
+            total[key] = total.get(key, 0) + num_bytes

@@ -23,7 +23,7 @@ from megabit.faults.collective_check import check_collectives
 from megabit.faults.watchdog import Watchdog
 from megabit.files import write_text
 from megabit.mesh import ParallelMesh
-from megabit.reduce import any_rank, first_problem, is_same
+from megabit.reduce import any_rank, is_same
 from megabit.retry import Retry
 from megabit.telemetry import AlertBook, EvaluationMetrics, MetricsLog
 from megabit.telemetry.gpu import GpuWatch, open_gpu_reader
@@ -181,28 +181,26 @@ def _open_run(
     """Write what a run keeps in ``run.dir``, and open the log; fails on all ranks if the main one
     cannot."""
     config, mesh = state.config, state.mesh
-    log, problem = None, None
-    try:
-        # First: a sink that is refused is, before anything is written.
-        log = MetricsLog(
-            files.metrics if mesh.is_main else None,
-            step,
-            state.steps.steps,
-            console,
-            config.telemetry,
-            dataclasses.asdict(config),
-        )
-        if mesh.is_main:
-            write_text(files.config, to_yaml(config))
-            keep_assets(files.assets, corpus, inherited)
-    except OSError as error:
-        problem = f"run.dir: cannot write {files.folder} ({error.strerror})"
-    except UserError as error:
-        problem = str(error)
-    problem = first_problem(problem, mesh.world, mesh.device)
-    if log is None or problem is not None:
-        raise UserError(problem or "")
-    return log
+
+    def open_and_write() -> MetricsLog:
+        try:
+            # First: a sink that is refused is, before anything is written.
+            log = MetricsLog(
+                files.metrics if mesh.is_main else None,
+                step,
+                state.steps.steps,
+                console,
+                config.telemetry,
+                dataclasses.asdict(config),
+            )
+            if mesh.is_main:
+                write_text(files.config, to_yaml(config))
+                keep_assets(files.assets, corpus, inherited)
+        except OSError as error:
+            raise UserError(f"run.dir: cannot write {files.folder} ({error.strerror})") from error
+        return log
+
+    return on_all_ranks(open_and_write, mesh)
 
 
 @dataclass

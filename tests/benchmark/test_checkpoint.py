@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megabit.benchmark.checkpoint import run
-from megabit.benchmark.checkpoint_report import BASELINE
+from megabit.benchmark.checkpoint import SNAPSHOT, SYNCHRONOUS, run
 from megabit.config import load_config
 from megabit.model import num_parameters
 
@@ -21,13 +20,13 @@ def test_a_run(settings: tuple[str, ...], tmp_path: Path) -> None:
     config = load_config([*TINY, *settings])
     begun: list[str] = []
     result = run(config, 1 + len(settings), repeats=2, folder=tmp_path, progress=begun.append)
-    assert BASELINE in result.saves
+    assert SYNCHRONOUS in result.saves
     assert [*tmp_path.iterdir()] == []
     masters_and_moments = 12 * num_parameters(config.model)
     for name, save in result.saves.items():
         assert 0 < save.blocked_s <= save.total_s
         if "snapshot" not in name:
             assert save.bytes == masters_and_moments
-    assert result.saves["megabit, snapshot of codes"].bytes < masters_and_moments / 3
+    assert result.saves[SNAPSHOT].bytes < masters_and_moments / 3
     assert result.step_s > 0
     assert result.step_while_saving_s > 0

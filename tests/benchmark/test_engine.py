@@ -1,6 +1,5 @@
 """``megabit bench engine`` on a model that is quick to measure, and what it says."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megabit.benchmark.document import Document
 from megabit.benchmark.engine import MEGABIT, ONE_BY_ONE, TRANSFORMERS, Load, Speeds, measure
 from megabit.benchmark.random_model import save_random_model
 from megabit.config import ModelConfig
@@ -70,13 +70,16 @@ def test_the_command(tmp_path: Path) -> None:
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert "4 tokens after prompts of 5, median of 2 turns after one" in result.stdout
-    found = json.loads(out.read_text())
-    assert [row["requests"] for row in found["results"]] == [1, 3]
-    one, three = found["results"]
-    assert set(one["seconds"]) == {MEGABIT, TRANSFORMERS}
-    assert set(three["seconds"]) == {MEGABIT, TRANSFORMERS, ONE_BY_ONE}
-    assert (one["tokens"], three["tokens"]) == (4, 12)
-    for row in (one, three):
-        assert all(len(s) == 2 and min(s) > 0 for s in row["seconds"].values())
-        assert all(ratio > 0 for ratio in row["ratio"].values())
-    assert f"{three['tokens_per_s'][MEGABIT]:,.1f} tokens/s" in result.stdout
+    (part,) = Document.read(out).parts
+    assert [(row.what, row.baseline.name) for row in part.rows] == [
+        ("1 request", TRANSFORMERS),
+        ("3 requests", TRANSFORMERS),
+        ("3 requests", ONE_BY_ONE),
+    ]
+    for row in part.rows:
+        assert row.ours.name == MEGABIT
+        assert len(row.ours.seconds) == len(row.baseline.seconds) == 2
+        assert min(*row.ours.seconds, *row.baseline.seconds) > 0
+    one, three, _ = part.rows
+    assert (one.ours.amount, three.ours.amount) == (4, 12)
+    assert f"{12 / three.ours.timing.median_s:,.1f} tokens/s" in result.stdout

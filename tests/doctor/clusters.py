@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megabit.doctor.places import Cluster, Place
-from megabit.doctor.ranks import Ranks, gather
+from megabit.doctor.ranks import Ranks
 from megabit.launch import run_ranks
 from megabit.mesh import Axis
+from megabit.reduce import gather_json
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def on_ranks(function: Callable[[Ranks], T], world_size: int, hosts: int = 1) ->
         size = world_size // hosts
         place = Place.here(rank, rank % size, size, "cpu", {})
         place = replace(place, hostname=chr(ord("a") + rank // size), machine=str(rank // size))
-        places = [Place(**found) for found in gather(vars(place), world, CPU)]
+        places = [Place(**found) for found in gather_json(vars(place), world, CPU)]
         return function(Ranks(world, CPU, Cluster.of(places)))
 
     return run_ranks(run, world_size, timeout_s=60)

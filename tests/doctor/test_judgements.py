@@ -12,7 +12,6 @@ from megabit.doctor.gpu import Gpu
 from megabit.doctor.interfaces import Interfaces, missing, nccl_choice
 from megabit.doctor.machine import Machine
 from megabit.doctor.software import Software
-from megabit.doctor.units import flops_text, rate_text, size_text, speed_text, time_text
 from tests.doctor.clusters import CPU, cluster_of
 
 GIB = 2**30
@@ -25,22 +24,6 @@ def words(findings: Iterable[Finding]) -> list[str]:
 def test_the_worst_comes_first() -> None:
     found = [Finding(severity, "x", severity) for severity in ("note", "wrong", "warning")]
     assert [finding.what for finding in worst_first(found)] == ["wrong", "warning", "note"]
-
-
-def test_units() -> None:
-    assert rate_text(94e6 / 8) == "94 Mbit/s"
-    assert rate_text(9.4e9 / 8) == "9.4 Gbit/s"
-    assert [time_text(t) for t in (0, 12e-6, 1.5e-3, 20, 180, 9000)] == [
-        "0 ns",
-        "12 µs",
-        "1.5 ms",
-        "20 s",
-        "3 min",
-        "2.5 h",
-    ]
-    assert [size_text(n) for n in (8, 65536, 999_600)] == ["8 B", "66 kB", "1 MB"]
-    assert speed_text(1.25e9) == "1.2 GB/s"
-    assert flops_text(989e12) == "989 TFLOP/s"
 
 
 # Software.

@@ -1,12 +1,15 @@
 """Small models on disk with random weights, quick to make and to serve."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megabit.checkpoint.ternary import write_training
 from megabit.config import Config, DataConfig, ModelConfig, PrecisionConfig
 from megabit.data.tokenizer import train_tokenizer
+from megabit.inference.core import EngineCore
+from megabit.inference.messages import AddRequest, Message
 from tests.interop.random_source import RandomSource
 
 TEXT = (
@@ -48,3 +51,18 @@ def save_served_model(
     )
     write_training(source, out, {"config": dataclasses.asdict(config)})
     return out
+
+
+def run_alone(core: EngineCore, requests: Sequence[AddRequest]) -> list[Message]:
+    """All that ``requests`` bring; all ranks call it, and those that do not schedule get
+    nothing."""
+    if not core.relay.schedules:
+        core.follow()
+        return []
+    messages: list[Message] = []
+    for request in requests:
+        messages += core.handle(request)
+    while core.has_work:
+        messages += core.step()
+    core.end()
+    return messages

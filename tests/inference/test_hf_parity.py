@@ -18,7 +18,7 @@ from megabit.inference.messages import AddRequest, SamplingParams, Tokens
 from megabit.inference.start import start_core
 from megabit.interop.huggingface import Quantization, export_huggingface
 from megabit.mesh import ParallelMesh
-from tests.inference.models import served_model
+from tests.inference.models import run_alone, served_model
 from tests.interop.hf_models import FORMS, load
 from tests.interop.random_source import RandomSource
 
@@ -74,7 +74,7 @@ def test_greedy_tokens_are_those_of_transformers(
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
     requests = [AddRequest(str(i), tuple(p), sampling) for i, p in enumerate(asked)]
     ours: list[list[int]] = [[] for _ in asked]
-    for message in engine_core(tmp_path / "model").run_alone(requests):
+    for message in run_alone(engine_core(tmp_path / "model"), requests):
         assert isinstance(message, Tokens)
         ours[int(message.id)] += message.tokens
     assert len({tuple(tokens) for tokens in theirs}) > 4  # answers are not all alike

@@ -17,7 +17,7 @@ from megabit.interop.opening import open_source
 from megabit.launch import run_ranks
 from megabit.mesh import ParallelMesh
 from megabit.tensor_parallel.cross_entropy import log_probabilities
-from tests.inference.models import MAX_LENGTH, save_served_model
+from tests.inference.models import MAX_LENGTH, run_alone, save_served_model
 
 NUM_IDS = 300
 ANSWER = 8
@@ -76,7 +76,7 @@ def answers(
             del limits["max_tokens"]
             engine = EngineCore(stages, mesh, CoreSettings(MAX_LENGTH, num_ids=NUM_IDS, **limits))
             of_way: Answers = {}
-            for message in engine.run_alone(requests):
+            for message in run_alone(engine, requests):
                 if isinstance(message, Tokens):
                     told = zip(message.tokens, message.logprobs, strict=True)
                     of_way.setdefault(message.id, []).extend((t, p.logprob) for t, p in told)
@@ -165,7 +165,7 @@ def test_prompt_logprobs_are_those_of_the_forward_pass(model: Path) -> None:
         mesh = ParallelMesh.create(2, 1, torch.device("cpu"))
         stages, _ = open_stages(open_source(model), serving, mesh)
         engine = EngineCore(stages, mesh, CoreSettings(MAX_LENGTH, max_batched_tokens=64))
-        told = [m for m in engine.run_alone([request]) if isinstance(m, PromptLogprobs)]
+        told = [m for m in run_alone(engine, [request]) if isinstance(m, PromptLogprobs)]
         return [token.logprob for m in told for token in m.logprobs]
 
     mesh = ParallelMesh(device=torch.device("cpu"))

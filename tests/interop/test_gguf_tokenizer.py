@@ -341,8 +341,8 @@ def test_nothing_that_ends_a_text(tmp_path: Path) -> None:
         ({"config_json": {"bos_token_id": -1}}, "has no token with the id -1"),
         ({"config_json": {"eos_token_id": [1 << 40]}}, f"has no token with the id {1 << 40}"),
         ({"config_json": {"eos_token_id": True}}, "has no token with the id True"),
-        ({"config_json": "{"}, "config.json: not JSON"),
-        ({"tokenizer_config_json": []}, "tokenizer_config.json: must be a JSON object"),
+        ({"config_json": "{"}, "config.json: is not JSON"),
+        ({"tokenizer_config_json": []}, "tokenizer_config.json: must hold a JSON object"),
     ],
 )
 def test_special_tokens_that_are_not_there(

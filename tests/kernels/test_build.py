@@ -107,18 +107,6 @@ def test_an_instruction_set_unknown_to_the_compiler_is_left_out(
     assert line.split() == ["native:", *expected]
 
 
-def test_the_repository_installs_the_same_library(tmp_path: Path) -> None:
-    """Its setup.py builds it, too; only the files of the two packages are needed for that."""
-    source = tmp_path / "repository"
-    for folder in ("megabit", "kernels"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so"))
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in"):
-        shutil.copy(ROOT / name, source / name)
-    install(source, tmp_path / "installed")
-    (line,) = multiply(tmp_path / "installed")
-    assert line.split() == ["native:", *native_abi.load().isas]
-
-
 def test_a_source_distribution_holds_what_the_build_needs(package: Path, tmp_path: Path) -> None:
     run("setup.py", "-q", "sdist", "--dist-dir", tmp_path, cwd=package)
     (archive,) = tmp_path.glob("*.tar.gz")

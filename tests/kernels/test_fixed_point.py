@@ -145,6 +145,22 @@ def test_a_norm() -> None:
     assert numerics.norm_from_fixed_point(square_sum(huge, 1e308, 100), 1e308, 100) == math.inf
 
 
+@pytest.mark.parametrize("b", [20, 30, 37])
+@pytest.mark.parametrize("ratio", [10.0, 1e3, 1e5])
+def test_what_rounding_does_to_a_norm(b: int, ratio: float) -> None:
+    """As if ``x`` were a part of 2^b numbers like it, of which the largest is 1: the mean square is
+    off by 2^(b-61) of the largest's at most. With many numbers that are tiny beside the largest
+    that is more than the mean square itself (docs/numerics.md)."""
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = (x / x.square().mean().sqrt() / ratio).clamp(-1, 1)
+    mean = int(square_sum(x, 1.0, 2**b)) / numerics.small_units(2**b) / len(x)
+    scaled = mean * 4.0  # units are of numbers below 2
+    exact = float(x.square().mean())
+    assert abs(scaled - exact) <= 2.0 ** (b - 61)
+    if (b, ratio) == (37, 1e5):
+        assert scaled < 0.01 * exact
+
+
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("largest", [0.0, math.inf, math.nan])
 def test_a_norm_that_needs_no_sum(name: str, largest: float) -> None:

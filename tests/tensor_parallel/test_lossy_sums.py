@@ -14,7 +14,7 @@ from megabit.launch import run_ranks
 from megabit.mesh import Axis, ParallelMesh
 from megabit.reduce import all_reduce, any_rank
 from megabit.tensor_parallel import BlockPartition, LayerContext, RowParallelBitLinear
-from megabit.tensor_parallel.lossy_sums import LossySums, Reason, message_bytes
+from megabit.tensor_parallel.lossy_sums import LossySums, Reason
 from megabit.tensor_parallel.row_sums import sum_products
 from megabit_kernels import numerics
 
@@ -37,6 +37,12 @@ class Summed:
     rounded: int
     fallbacks: Counter[Reason]
     sent_as: dict[str, float]
+
+
+def message_bytes(tokens: int, width: int) -> int:
+    """Of one message with ``[tokens, width]`` numbers: a flag, scales of 128 each, a byte for each
+    number."""
+    return 4 + tokens * (width + 4 * -(-width // 128))
 
 
 def on_axis(degree: int, function: Callable[[Axis], T]) -> list[T]:

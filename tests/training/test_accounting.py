@@ -8,9 +8,10 @@ from megabit.data.corpus import SplitInfo
 from megabit.data_parallel import ZeroOptimizer
 from megabit.launch import run_ranks
 from megabit.telemetry import Accounting
-from megabit.training.accounting import MIB, take_account
+from megabit.training.accounting import take_account
 from megabit.training.interval import Interval
 from megabit.training.step import TrainingState, train_step
+from megabit.units import MIB
 from tests.training.tiny import make_mesh, own_batch, tiny
 
 SPLIT = SplitInfo(documents=1, tokens=100, bytes=300)

@@ -34,7 +34,6 @@ from megabit_kernels.numerics import MIN_SCALE
 from megabit_kernels.weight import TernaryWeight
 
 BASELINES = ("fp32", "bf16", "int_mm", "fake_quantized")
-WHOLE_LAYERS = ("bitlinear", "fake_quantized")
 
 COMPUTES_IN: dict[str, Operands] = {"torch_fp32": "float32", "bf16": "bfloat16"}
 """Implementations that multiply in floating point; the others do in int8."""

@@ -72,7 +72,7 @@ def time_in_turns(
             runs[name], turns[name] = runs_of(call_s, budget_s), turns_of(call_s)
             watches[name] = stopwatch(calls, device, cache_bytes, runs[name])
         except Exception as error:  # one library's refusal must not cost the others' results
-            failures[name] = _first_line(error)
+            failures[name] = first_line(error)
     seconds: dict[str, list[float]] = {name: [] for name in watches}
     for turn in range(TURNS):
         for name, watch in watches.items():
@@ -82,6 +82,7 @@ def time_in_turns(
     return {name: Timing.of(durations) for name, durations in seconds.items()}, failures
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of what an error says; its name if that is nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -19,7 +19,7 @@ import torch
 
 from megabit.config import Config, ModelConfig, find_problems
 from megabit.errors import UserError
-from megabit.interop.huggingface.json_fields import Fields, read_json, shown
+from megabit.interop.json_fields import Fields, read_json, shown
 from megabit_kernels.formats.huggingface import LinearClass
 
 BITNET = "BitNetForCausalLM"

@@ -13,8 +13,8 @@ from megabit.checkpoint.source import LogicalTensor, logical_tensors, row_slices
 from megabit.config import ModelConfig
 from megabit.errors import UserError
 from megabit.interop.huggingface.config import HuggingFaceConfig
-from megabit.interop.huggingface.json_fields import shown_name
 from megabit.interop.huggingface.tensor_folder import StoredTensor, TensorFolder
+from megabit.interop.json_fields import shown_name
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megabit.checkpoint.source import Index
 from megabit.checkpoint.tensor_file import DTYPES, SINGLE_FILE
-from megabit.errors import UserError
-from megabit.interop.huggingface.json_fields import Fields, read_json, shown_name
+from megabit.errors import UserError, first_line
+from megabit.interop.json_fields import Fields, read_json, shown_name
 
 INDEX = "model.safetensors.index.json"
 
@@ -68,7 +68,7 @@ class TensorFolder:
             with safe_open(stored.file, framework="pt") as file:
                 part: Tensor = file.get_slice(name)[parts]
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{stored.file}: cannot read {name} ({_first_line(error)})") from error
+            raise UserError(f"{stored.file}: cannot read {name} ({first_line(error)})") from error
         return part
 
 
@@ -116,9 +116,5 @@ def _stored(path: Path) -> Iterator[tuple[str, StoredTensor]]:
                 )
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{path}: cannot read it ({_first_line(error)}); get the file again"
+            f"{path}: cannot read it ({first_line(error)}); get the file again"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megabit.checkpoint.source import ModelSource
+from megabit.data.corpus import TOKENIZER
 from megabit.data.tokenizer import END_OF_TEXT, read_tokenizer
 from megabit.files import sync, write_text
-from megabit.interop.huggingface.json_fields import MAX_SIZE, Fields, read_json
+from megabit.interop.json_fields import MAX_SIZE, Fields, read_json
 
-TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 COPIED = (

@@ -1,4 +1,12 @@
-"""Measurements as people read them; three digits are more than they are good for."""
+"""Sizes, rates and times as people read them, and the units that settings and metrics are in.
+
+Measurements have two digits: more is more than they are good for. What a file has is exact.
+"""
+
+MB = 1e6
+MIB = 2**20
+
+_SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def rate_text(bytes_per_s: float) -> str:
@@ -12,8 +20,17 @@ def speed_text(bytes_per_s: float) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """8 B, 64 kB, 1.2 GB."""
-    return _stepped(num_bytes, ("B", "kB", "MB", "GB", "TB", "PB"))
+    """Of what is measured: 8 B, 64 kB, 1.2 GB."""
+    return _stepped(num_bytes, _SIZES)
+
+
+def file_size_text(num_bytes: int) -> str:
+    """Of a file: 999 B, 1.5 kB, 12.3 MB."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.95 and unit < len(_SIZES) - 1:
+        value /= 1000
+        unit += 1
+    return f"{value:.1f} {_SIZES[unit]}" if unit else f"{num_bytes} B"
 
 
 def flops_text(flops: float) -> str:
@@ -28,6 +45,11 @@ def time_text(seconds: float) -> str:
     if seconds < 120:
         return f"{_digits(seconds)} s"
     return f"{_digits(seconds / 60)} min" if seconds < 7200 else f"{_digits(seconds / 3600)} h"
+
+
+def counted(number: int, noun: str, ending: str = "s") -> str:
+    """1 rank, 2 ranks."""
+    return f"{number} {noun}{ending if number != 1 else ''}"
 
 
 def _stepped(value: float, names: tuple[str, ...]) -> str:

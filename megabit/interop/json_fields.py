@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from megabit.errors import UserError
+from megabit.errors import UserError, first_line
 
 MAX_SIZE = 2**31 - 1
 
@@ -24,8 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot read it ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: is not JSON ({reason}); get the file again") from error
+        raise UserError(f"{path}: is not JSON ({first_line(error)}); get the file again") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path}: must hold a JSON object, not {shown(tree)}")
     return tree

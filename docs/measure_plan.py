@@ -1,0 +1,296 @@
+"""Measure docs/planning.md: what the planner predicts of this machine, beside what runs take.
+
+    python docs/measure_plan.py run [--quick]   # calibrate, run every layout, write the JSON
+    python docs/measure_plan.py report          # picture, and the tables into docs/planning.md
+
+``run`` does three things on an idle machine without GPUs, one after the other. It calibrates, as
+``megabit plan --calibrate`` does. It *validates*: a dozen layouts of a model of 29 M parameters,
+step time and peak memory of each. It *ranks*: all layouts of a smaller model that four ranks allow
+with its microbatch kept, to see whether the chosen one is the fastest. No constant of the planner
+is fitted to any of these runs. Layouts take turns twice, and the better half of all steps counts:
+what else the machine does makes steps longer, never shorter.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.progress import track
+
+from megabit.benchmark.measure import Record, measure_layout
+from megabit.config import load_config
+from megabit.files import write_text
+from megabit.launch import run_ranks
+from megabit.plan.calibrate import calibrate
+from megabit.plan.layout import Layout, Schedules, make_layout
+from megabit.plan.memory import memory_of
+from megabit.plan.search import Candidate, Search
+from megabit.plan.step import step_of
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results" / "plan"
+DOCUMENT = ROOT / "docs" / "planning.md"
+PICTURE = ROOT / "docs" / "planning.png"
+RANKS = 4
+STEPS, TURNS = 4, 2
+TIMEOUT_S = 1800.0
+
+VALIDATED = ["examples/model/small_30m.yaml", "train.global_batch_size=8", "data.seq_length=256"]
+LAYOUTS = (
+    (1, ""),
+    (2, "parallel.tp=2"),
+    (2, "parallel.pp=2"),
+    (2, "optim.zero_stage=1"),
+    (4, "parallel.tp=4"),
+    (4, "parallel.pp=4"),
+    (4, "optim.zero_stage=1"),
+    (4, "optim.zero_stage=2"),
+    (4, "parallel.tp=2 parallel.pp=2"),
+    (4, "parallel.tp=2 parallel.sequence_parallel=true"),
+    (4, "parallel.pp=2 train.recompute=selective"),
+    (4, "parallel.pp=2 parallel.schedule=zb-v"),
+    (4, "parallel.pp=2 parallel.schedule=interleaved train.recompute=full"),
+    (4, "parallel.tp=2 parallel.pp=2 precision.compute=bfloat16"),
+)
+"""Ranks and settings, on top of ``VALIDATED``."""
+RANKED = [
+    *("examples/model/tiny.yaml", "train.global_batch_size=16", "train.micro_batch_size=2"),
+    "data.seq_length=128",
+]
+KEPT = frozenset({"train.micro_batch_size", "parallel.row_reduce", "train.recompute"})
+KEPT_TOO = frozenset({"optim.zero_stage"})
+QUICK = ["model.num_hidden_layers=4", "model.hidden_size=64", "model.intermediate_size=96"]
+
+
+def run(is_quick: bool) -> None:
+    """All three parts; the JSON of each as soon as it is there."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    machine = calibrate(lambda share: None)
+    write_text(RESULTS / "machine.json", machine.to_json())
+    more = QUICK if is_quick else []
+    cases = [
+        (ranks, load_config([*VALIDATED, *more, *text.split()], ranks)) for ranks, text in LAYOUTS
+    ]
+    layouts = [make_layout(config, ranks, machine, Schedules()) for ranks, config in cases]
+    names = [
+        f"{_name(layout)} {text}".strip()
+        for layout, (_, text) in zip(layouts, LAYOUTS, strict=True)
+    ]
+    validated = _compare(layouts, names, "validate")
+    search = Search(load_config([*RANKED, *more]), RANKS, machine, KEPT | KEPT_TOO)
+    found = search.run()
+    ranked = _compare(
+        [candidate.layout for candidate in found.candidates],
+        [_candidate_name(candidate) for candidate in found.candidates],
+        "rank",
+    )
+    document = {
+        "schema": 1,
+        "commit": _commit(),
+        "machine": f"{_cpu()}, {os.cpu_count()} cores, {platform.platform()}",
+        "load": os.getloadavg()[0],
+        "validated": validated,
+        "ranked": ranked,
+    }
+    write_text(RESULTS / "compared.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def _compare(layouts: list[Layout], names: list[str], what: str) -> list[dict[str, Any]]:
+    """Predicted and measured, of each layout."""
+    seconds: list[list[float]] = [[] for _ in layouts]
+    peaks: list[list[int]] = [[] for _ in layouts]
+    turns = [(turn, number) for turn in range(TURNS) for number in range(len(layouts))]
+    for _, number in track(turns, what):
+        layout = layouts[number]
+        train = dataclasses.replace(layout.config.train, steps=2 + STEPS)
+        config = dataclasses.replace(layout.config, train=train)
+        measure = partial(measure_layout, config, STEPS, False, lambda step, steps: None)
+        records: list[Record] = run_ranks(measure, layout.world_size, TIMEOUT_S)
+        seconds[number] += [max(step) for step in zip(*(r.seconds for r in records), strict=True)]
+        peaks[number] = [record.peak_bytes for record in records]
+    results = []
+    for layout, name, times, measured in zip(layouts, names, seconds, peaks, strict=True):
+        step = step_of(layout)
+        memory = [memory_of(shape, layout.machine.device) for shape in layout.shapes]
+        ranks_of_stage = layout.world_size // layout.config.parallel.pp
+        by_stage = [
+            max(measured[i * ranks_of_stage : (i + 1) * ranks_of_stage])
+            for i in range(layout.config.parallel.pp)
+        ]
+        best = sorted(times)[: max(1, len(times) // 2)]
+        results.append(
+            {
+                "name": name,
+                "ranks": layout.world_size,
+                "predicted_s": step.total_s,
+                "parts_s": step.seconds,
+                "measured_s": statistics.median(best),
+                "all_s": times,
+                "predicted_bytes": [sum(each.values()) for each in memory],
+                "parts_bytes": memory,
+                "measured_bytes": by_stage,
+            }
+        )
+    return results
+
+
+def report() -> None:
+    """The picture, and the tables in the document."""
+    document = json.loads((RESULTS / "compared.json").read_text(encoding="utf-8"))
+    _draw(document)
+    text = DOCUMENT.read_text(encoding="utf-8")
+    write_text(DOCUMENT, with_tables(text, document))
+
+
+def with_tables(text: str, document: dict[str, Any]) -> str:
+    """``text`` of the document with what ``document`` says between its markers."""
+    for name, lines in (("validated", _validated(document)), ("ranked", _ranked(document))):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after
+    return text
+
+
+def _validated(document: dict[str, Any]) -> list[str]:
+    lines = [
+        "| layout | step predicted | measured | off by | memory predicted | measured | off by |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    time_errors, memory_errors = [], []
+    for case in document["validated"]:
+        time_errors.append(case["predicted_s"] / case["measured_s"] - 1)
+        worst = max(
+            zip(case["predicted_bytes"], case["measured_bytes"], strict=True),
+            key=lambda pair: abs(pair[0] / pair[1] - 1),
+        )
+        memory_errors.append(worst[0] / worst[1] - 1)
+        lines.append(
+            f"| {case['name']} | {case['predicted_s']:.2f} s | {case['measured_s']:.2f} s | "
+            f"{time_errors[-1]:+.1%} | {worst[0] / 1e6:.0f} MB | {worst[1] / 1e6:.0f} MB | "
+            f"{memory_errors[-1]:+.1%} |"
+        )
+    within = [
+        sum(abs(e) <= limit for e in errors)
+        for errors, limit in ((time_errors, 0.15), (memory_errors, 0.05))
+    ]
+    count = len(time_errors)
+    lines += [
+        "",
+        f"Step time within 15 %: {within[0]} of {count}, the largest error "
+        f"{max(time_errors, key=abs):+.1%}. Peak memory within 5 %: {within[1]} of {count}, the "
+        f"largest error {max(memory_errors, key=abs):+.1%}. ({document['machine']}, commit "
+        f"`{document['commit'][:10]}`, load {document['load']:.1f} at the end.)",
+    ]
+    return lines
+
+
+def _ranked(document: dict[str, Any]) -> list[str]:
+    cases = document["ranked"]
+    by_measured = sorted(cases, key=lambda case: case["measured_s"])
+    chosen, fastest = cases[0], by_measured[0]
+    shown = [
+        *dict.fromkeys(case["name"] for case in [*cases[:3], *by_measured[:3], by_measured[-1]])
+    ]
+    lines = [
+        "| layout | predicted | measured | place predicted | place measured |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for case in sorted(cases, key=lambda case: case["predicted_s"]):
+        if case["name"] in shown:
+            lines.append(
+                f"| {case['name']} | {case['predicted_s']:.3f} s | {case['measured_s']:.3f} s | "
+                f"{cases.index(case) + 1} | {by_measured.index(case) + 1} |"
+            )
+    lines += [
+        "",
+        f"Of {len(cases)} layouts, {chosen['name']} was chosen; it took "
+        f"{chosen['measured_s'] / fastest['measured_s'] - 1:.1%} more than the fastest, "
+        f"{fastest['name']}.",
+    ]
+    return lines
+
+
+def _draw(document: dict[str, Any]) -> None:
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    time, memory = figure.subplots(1, 2)
+    for name, marker in (("validated", "o"), ("ranked", "x")):
+        cases = document[name]
+        time.plot(
+            [case["measured_s"] for case in cases],
+            [case["predicted_s"] for case in cases],
+            marker,
+            label=f"{name}, {len(cases)} layouts",
+        )
+        memory.plot(
+            [size / 1e6 for case in cases for size in case["measured_bytes"]],
+            [size / 1e6 for case in cases for size in case["predicted_bytes"]],
+            marker,
+        )
+    for axes, limit, unit, title in (
+        (time, 0.15, "s", "Step time"),
+        (memory, 0.05, "MB", "Peak memory of a rank"),
+    ):
+        low, high = axes.get_xlim()
+        low = max(low, 1e-3)
+        axes.plot([low, high], [low, high], color="0.5", linewidth=1)
+        axes.fill_between(
+            [low, high],
+            [low * (1 - limit), high * (1 - limit)],
+            [low * (1 + limit), high * (1 + limit)],
+            color="0.9",
+            label=f"± {limit:.0%}",
+        )
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel=f"measured, {unit}",
+            ylabel=f"predicted, {unit}",
+            title=title,
+        )
+    time.legend()
+    figure.savefig(PICTURE, dpi=110)
+
+
+def _name(layout: Layout) -> str:
+    parallel = layout.config.parallel
+    return f"TP {parallel.tp} × PP {parallel.pp} × DP {layout.dp}"
+
+
+def _candidate_name(candidate: Candidate) -> str:
+    parallel = candidate.layout.config.parallel
+    schedule = f" {parallel.schedule}" if parallel.pp > 1 else ""
+    if parallel.schedule == "interleaved":
+        schedule += f" v={parallel.chunks}"
+    return candidate.name + schedule + (" SP" if parallel.sequence_parallel else "")
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["run"]:
+        run("--quick" in sys.argv)
+    elif sys.argv[1:] == ["report"]:
+        report()
+    else:
+        sys.exit(__doc__)

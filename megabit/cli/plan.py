@@ -1,0 +1,263 @@
+"""``megabit plan``: which layout, on which machine, for how long."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megabit.cli.arguments import Settings
+from megabit.cli.evaluation_results import check_new
+from megabit.config import Config, load_config
+from megabit.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megabit.plan.machine import Machine
+    from megabit.plan.serving import Load
+
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+FILE_WIDTH = 180
+"""Columns of tables that do not go to a terminal."""
+
+
+def plan(
+    settings: Settings = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Ranks in all, one a GPU.", min=1, show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="h100, h200, a100, b200, or cpu.", show_default=False),
+    ] = None,
+    nodes_of: Annotated[int, typer.Option(help="Ranks on a node.", min=1)] = 8,
+    interconnect: Annotated[
+        str | None,
+        typer.Option(
+            help="Between nodes, for each GPU: ib400, ib200, roce400, efa400, eth100, eth25 … "
+            "Default: ib400; of a cpu: eth25.",
+            show_default=False,
+        ),
+    ] = None,
+    machine_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--machine",
+            metavar="FILE",
+            help="What --calibrate has written, instead of --gpu, --nodes-of and --interconnect.",
+            show_default=False,
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Leave this setting as it is in SETTINGS, such as parallel.tp; may be given "
+            "several times. Everything else that makes a layout is chosen.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the run, such as 300B or 4T; default: as SETTINGS say.", show_default=False
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 5,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the best layout to this new YAML file, for megabit train.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Also write all figures to this new file.", show_default=False),
+    ] = None,
+    serving: Annotated[
+        bool, typer.Option("--serving", help="Plan to serve the model, not to train it.")
+    ] = False,
+    prompt_tokens: Annotated[int, typer.Option(help="With --serving: of a request.", min=1)] = 512,
+    answer_tokens: Annotated[int, typer.Option(help="With --serving: of its answer.", min=1)] = 256,
+    ttft_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="With --serving: limit of the time to the first token.",
+            min=0.001,
+            show_default=False,
+        ),
+    ] = None,
+    tpot_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="With --serving: limit for each later token.", min=0.001, show_default=False
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure this machine (a few minutes) and write its constants to this new file.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Search for the fastest layout of a model on a cluster that need not exist: step time, memory
+    and bubble of each by part, days and GPU-hours, and why others do not fit.
+
+    SETTINGS are a model and its recipe. TP, PP, DP, schedule, ZeRO stage, microbatch and
+    recomputation are chosen. With --serving, TP, PP and replicas are, by tokens a second.
+
+    Example: megabit plan examples/recipe/2b4t.yaml --gpus 64 --gpu h100 --out layout.yaml
+
+    Example: megabit plan examples/model/bitnet_2b4t.yaml --gpus 8 --gpu h100 --serving
+
+    Example: megabit plan --calibrate here.json
+
+    Example: megabit plan examples/model/tiny.yaml --gpus 4 --machine here.json
+    """
+    for option, path in (("--out", out), ("--json", json), ("--calibrate", calibrate)):
+        if path is not None:
+            check_new(path, option)
+    if calibrate is not None:
+        if settings or gpus is not None or machine_file is not None:
+            raise UserError("--calibrate: measures this machine and nothing else; give it alone")
+        _calibrate(calibrate)
+        return
+    if gpus is None:
+        raise UserError("--gpus: is missing; say how many ranks there are, such as --gpus 64")
+    if not settings:
+        raise UserError("SETTINGS: are missing; name a model, such as examples/recipe/2b4t.yaml")
+    if machine_file is not None and (gpu is not None or interconnect is not None):
+        raise UserError("--machine: says what --gpu and --interconnect would; leave them out")
+    config = load_config(settings)
+    budget = _tokens(tokens) if tokens is not None else float(_tokens_of(config))
+
+    from megabit.plan.catalog import known_machine
+    from megabit.plan.machine import Machine
+
+    if machine_file is not None:
+        machine = Machine.read(machine_file)
+    elif gpu is None:
+        raise UserError("--gpu: is missing; name one, such as --gpu h100, or give --machine")
+    else:
+        machine = known_machine(
+            gpu, nodes_of, interconnect or ("eth25" if gpu == "cpu" else "ib400")
+        )
+    if serving:
+        from megabit.plan.serving import Load
+
+        ttft_s, tpot_s = (None if ms is None else ms / 1e3 for ms in (ttft_ms, tpot_ms))
+        load = Load(prompt_tokens, answer_tokens, ttft_s, tpot_s)
+        _search_serving(config, gpus, machine, load, top, out, json)
+        return
+    _search(config, gpus, machine, frozenset(keep or ()), budget, top, out, json)
+
+
+def _search(
+    config: Config,
+    world_size: int,
+    machine: "Machine",
+    keep: frozenset[str],
+    tokens: float,
+    top: int,
+    out: Path | None,
+    json: Path | None,
+) -> None:
+
+    from megabit.cli.progress import bar
+    from megabit.model.words import model_text
+    from megabit.plan.report import describe_machine, print_plan, rejections
+    from megabit.plan.search import Search
+    from megabit.plan.write import write_json, write_layout
+
+    console = _console()
+    console.print(f"Model: {model_text(config.model)}", soft_wrap=True)
+    console.print(
+        f"Batch: {config.train.global_batch_size} × {config.data.seq_length} tokens, computed in "
+        f"{config.precision.compute}",
+        soft_wrap=True,
+    )
+    console.print(describe_machine(machine, world_size), soft_wrap=True)
+    search = Search(config, world_size, machine, keep, top)
+    with bar() as report:
+        found = search.run(lambda share: report("layouts", share))
+    if not found.candidates:
+        raise UserError(f"--gpus: no layout on {world_size} ranks works", *rejections(found))
+    print_plan(found, machine, tokens, top, console)
+    if json is not None:
+        write_json(json, found, machine, top)
+    if out is not None:
+        write_layout(out, found.candidates[0], machine)
+        console.print(
+            f"Wrote {out}: megabit train {' '.join(['SETTINGS', str(out)])}", soft_wrap=True
+        )
+
+
+def _search_serving(
+    config: Config,
+    world_size: int,
+    machine: "Machine",
+    load: "Load",
+    top: int,
+    out: Path | None,
+    json: Path | None,
+) -> None:
+    from megabit.model.words import model_text
+    from megabit.plan.report import describe_machine
+    from megabit.plan.serving import Engine, plan_serving, reasons
+    from megabit.plan.serving_report import print_serving
+    from megabit.plan.write import write_serving, write_serving_json
+
+    console = _console()
+    console.print(f"Model: {model_text(config.model)}", soft_wrap=True)
+    console.print(describe_machine(machine, world_size), soft_wrap=True)
+    found = plan_serving(config.model, Engine(config.precision.compute), world_size, machine, load)
+    if not found.candidates:
+        raise UserError(f"--gpus: no engine on {world_size} ranks works", *reasons(found))
+    print_serving(found, machine, load, top, console)
+    if json is not None:
+        write_serving_json(json, found, machine, top)
+    if out is not None:
+        write_serving(out, found.candidates[0], machine)
+        console.print(f"Wrote {out}: megabit serve MODEL {out}", soft_wrap=True)
+
+
+def _console() -> "Console":
+    """The terminal, or something wide enough for the tables."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    if console.is_terminal:
+        return console
+    return Console(markup=False, highlight=False, emoji=False, width=FILE_WIDTH)
+
+
+def _calibrate(path: Path) -> None:
+    from megabit.cli.progress import bar
+    from megabit.files import write_text
+    from megabit.plan.calibrate import calibrate
+
+    with bar() as report:
+        machine = calibrate(lambda share: report("this machine", share))
+    write_text(path, machine.to_json())
+    print(f"Wrote {path}: megabit plan SETTINGS --gpus N --machine {path}")
+
+
+def _tokens(text: str) -> float:
+    number, unit = text.strip(), 1.0
+    if number and number[-1].upper() in UNITS:
+        number, unit = number[:-1], UNITS[number[-1].upper()]
+    try:
+        value = float(number) * unit
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise UserError(f"--tokens: must be a number such as 300B or 4T, not {text!r}")
+    return value
+
+
+def _tokens_of(config: Config) -> int:
+    train = config.train
+    return train.tokens or train.steps * train.global_batch_size * config.data.seq_length

@@ -1,0 +1,309 @@
+"""All layouts of a model on so many ranks of a machine: which fit, and how fast each would be.
+
+A candidate is TP × PP × DP, a schedule with its stages on a rank, sequence parallelism, the way
+integers are added over TP, the samples of a microbatch, the ZeRO stage and what is recomputed. What
+``config.find_problems`` refuses is no candidate, and what needs more memory than there is does not
+fit. The rest is ordered by the predicted time of a step.
+
+GPipe is 1F1B with more memory, and ZeRO 0 is ZeRO 1 with more of it: both are tried only if they
+are *kept* (``Search.keep``).
+"""
+
+import dataclasses
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megabit.config import SCHEDULE_CHUNKS, Config, find_problems
+from megabit.config.validate import divisors
+from megabit.errors import UserError
+from megabit.plan.layout import Layout, Schedules, make_layout
+from megabit.plan.machine import Machine
+from megabit.plan.memory import memory_of
+from megabit.plan.step import Account, Memo, Step
+
+KEYS = (
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.schedule",
+    "parallel.vpp",
+    "parallel.sequence_parallel",
+    "parallel.row_reduce",
+    "optim.zero_stage",
+    "train.micro_batch_size",
+    "train.recompute",
+)
+"""What a search chooses."""
+MAX_MICRO_BATCH = 64
+MAX_CHUNKS = 8
+USABLE_MEMORY = 0.94
+"""Of a device's memory, for what a rank is predicted to need: an allocator cannot use all of it,
+and a prediction is off by a few percent (docs/planning.md)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits."""
+
+    layout: Layout
+    step: Step
+    memory: dict[str, int]
+    """Bytes by part, of the rank that needs most."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def name(self) -> str:
+        """``TP 2 × PP 4 × DP 8``."""
+        parallel = self.layout.config.parallel
+        return f"TP {parallel.tp} × PP {parallel.pp} × DP {self.layout.dp}"
+
+    @property
+    def choices(self) -> dict[str, object]:
+        """The settings of ``KEYS``."""
+        return choices_of(self.layout.config)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that does not fit in memory."""
+
+    layout: Layout
+    memory: dict[str, int]
+    usable_bytes: float
+    """Of a rank."""
+
+    @property
+    def missing(self) -> float:
+        """What it needs, against what there is; above 1."""
+        return sum(self.memory.values()) / self.usable_bytes
+
+
+@dataclass
+class Found:
+    """What a search has found."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    """The fastest first."""
+    too_large: list[Rejected] = field(default_factory=list)
+    """The nearest miss first."""
+    slower: int = 0
+    """Not played: their work alone takes longer."""
+    impossible: Counter[str] = field(default_factory=Counter)
+    """How many layouts a rule excludes, by its name."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """What the rule says of one of them."""
+
+    @property
+    def considered(self) -> int:
+        played = len(self.candidates) + len(self.too_large)
+        return played + self.slower + self.impossible.total()
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is looked for.
+
+    Args:
+        config: the model, its recipe and its global batch; what ``KEYS`` has in it counts where
+            ``keep`` names it.
+        keep: those of ``KEYS`` that stay as configured.
+        top: so many of the best are looked for; others are found by the way.
+    """
+
+    config: Config
+    world_size: int
+    machine: Machine
+    keep: frozenset[str] = frozenset()
+    top: int = 5
+    schedules: Schedules = field(default_factory=Schedules, repr=False)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.keep - {*KEYS})
+        if unknown:
+            raise UserError(f"--keep: {unknown[0]} is nothing that is chosen: {', '.join(KEYS)}")
+        if self.config.outer.islands > 1 or self.config.outer.method != "none":
+            raise UserError("outer.method: plan one island by itself, with outer.method=none")
+        if self.config.communication.tune_buckets:
+            raise UserError("communication.tune_buckets: must be false to plan a run")
+
+    def run(self, progress: Callable[[float], None] = lambda share: None) -> Found:
+        """The ``top`` fastest of all candidates.
+
+        Layouts are accounted for first, without anybody waiting, and then played, the ones with the
+        least work first, until the work alone takes longer than the slowest of the best.
+
+        Args:
+            progress: is told which share of all is done.
+        """
+        found, accounts = Found(), list[Account]()
+        grids = [(tp, pp) for tp in self._tps() for pp in self._pps(tp)]
+        memo = Memo()
+        for number, (tp, pp) in enumerate(grids):
+            progress(number / len(grids) / 2)
+            for family in self._families(tp, pp):
+                accounts += self._accounts(family, memo, found)
+        accounts.sort(key=lambda account: account.least_s)
+        for number, account in enumerate(accounts):
+            progress(0.5 + number / len(accounts) / 2)
+            best = found.candidates
+            if len(best) >= self.top and account.least_s > best[self.top - 1].step.total_s:
+                found.slower = len(accounts) - number
+                break
+            self._try(account, found)
+        found.too_large.sort(key=lambda rejected: rejected.missing)
+        return found
+
+    def _accounts(self, family: Config, memo: Memo, found: Found) -> Iterator[Account]:
+        """Those of a family, which differ in ZeRO stage and recomputation."""
+        problems = find_problems(family, self.world_size)
+        if problems:
+            key = problems[0].partition(":")[0]
+            found.impossible[key] += 1
+            found.examples.setdefault(key, problems[0])
+            return
+        for zero_stage in self._zero_stages(family):
+            for recompute in self._recomputes(family):
+                yield Account.of(self._layout(family, zero_stage, recompute), memo)
+
+    def _try(self, account: Account, found: Found) -> None:
+        """Play a layout, if it fits in memory."""
+        layout, usable = account.layout, self._usable_bytes()
+        memory = self._memory(layout)
+        if self._needed(memory) > usable:
+            found.too_large.append(Rejected(layout, memory, usable / self._sharing))
+            return
+        insort(found.candidates, Candidate(layout, account.step(), memory), key=_rank)
+
+    # What there is of each dimension.
+
+    def _kept(self, key: str) -> bool:
+        return key in self.keep
+
+    def _tps(self) -> list[int]:
+        if self._kept("parallel.tp"):
+            return [self.config.parallel.tp]
+        # Beyond a host TP would wait for the slow network in each layer.
+        limit = min(self.world_size, self.machine.nodes_of)
+        return [tp for tp in divisors(self.world_size) if tp <= limit]
+
+    def _pps(self, tp: int) -> list[int]:
+        if self._kept("parallel.pp"):
+            return [self.config.parallel.pp]
+        layers = self.config.model.num_hidden_layers
+        return [pp for pp in divisors(self.world_size // tp) if pp <= layers]
+
+    def _schedules(self, pp: int) -> list[tuple[str, int | None]]:
+        """Names, and stages on a rank where there is a choice."""
+        parallel = self.config.parallel
+        if self._kept("parallel.schedule"):
+            name = parallel.schedule
+            if name == "interleaved" and not self._kept("parallel.vpp"):
+                return [(name, chunks) for chunks in self._chunks(pp)]
+            return [(name, parallel.vpp)]
+        if pp == 1:
+            return [("1f1b", None)]
+        names = [name for name in SCHEDULE_CHUNKS if name not in ("gpipe", "interleaved")]
+        return [
+            *((name, None) for name in names),
+            *(("interleaved", chunks) for chunks in self._chunks(pp)),
+        ]
+
+    def _chunks(self, pp: int) -> list[int]:
+        if self._kept("parallel.vpp") and self.config.parallel.vpp is not None:
+            return [self.config.parallel.vpp]
+        layers = self.config.model.num_hidden_layers
+        most = min(MAX_CHUNKS, layers // pp)
+        return [v for v in range(2, most + 1) if v == 2 or layers % (pp * v) == 0]
+
+    def _micro_batches(self, dp: int) -> list[int]:
+        if self._kept("train.micro_batch_size"):
+            return [self.config.train.micro_batch_size]
+        share = max(1, self.config.train.global_batch_size // dp)
+        return [2**n for n in range(MAX_MICRO_BATCH.bit_length()) if 2**n <= share]
+
+    def _families(self, tp: int, pp: int) -> Iterator[Config]:
+        """All configurations at a TP × PP but for what trades time for memory only."""
+        config = self.config
+        dp = self.world_size // (tp * pp)
+        is_split = tp > 1
+        sequence = [False, True] if is_split else [False]
+        if self._kept("parallel.sequence_parallel"):
+            sequence = [config.parallel.sequence_parallel]
+        ways: list[Literal["int32", "exact16"]] = ["int32"]
+        if is_split and self._adds_integers():
+            ways.append("exact16")
+        if self._kept("parallel.row_reduce"):
+            ways = [config.parallel.row_reduce]
+        for micro in self._micro_batches(dp):
+            for name, vpp in self._schedules(pp):
+                for sequence_parallel in sequence:
+                    for way in ways:
+                        parallel = dataclasses.replace(
+                            config.parallel,
+                            tp=tp,
+                            pp=pp,
+                            schedule=name,
+                            vpp=vpp,
+                            sequence_parallel=sequence_parallel,
+                            row_reduce=way,
+                            layers_per_stage=None,
+                            balance="estimated",
+                        )
+                        train = dataclasses.replace(config.train, micro_batch_size=micro)
+                        yield dataclasses.replace(config, parallel=parallel, train=train)
+
+    def _adds_integers(self) -> bool:
+        model = self.config.model
+        return model.linear == "ternary" and model.activations != "full"
+
+    def _zero_stages(self, family: Config) -> list[int]:
+        parallel = family.parallel
+        if self._kept("optim.zero_stage") or self.world_size == parallel.tp * parallel.pp:
+            return [family.optim.zero_stage]
+        return [1, 2]
+
+    def _recomputes(self, family: Config) -> list[str]:
+        if self._kept("train.recompute"):
+            return [family.train.recompute]
+        return ["none", "selective", "full"]
+
+    def _layout(self, family: Config, zero_stage: int, recompute: str) -> Layout:
+        train = dataclasses.replace(family.train, recompute=recompute)  # type: ignore[arg-type]
+        optim = dataclasses.replace(family.optim, zero_stage=zero_stage)
+        config = dataclasses.replace(family, train=train, optim=optim)
+        return make_layout(config, self.world_size, self.machine, self.schedules)
+
+    # Memory.
+
+    def _memory(self, layout: Layout) -> dict[str, int]:
+        """Of the rank that needs most."""
+        each = [memory_of(shape, self.machine.device) for shape in layout.shapes]
+        return max(each, key=lambda memory: sum(memory.values()))
+
+    @property
+    def _sharing(self) -> int:
+        """Ranks that share a device's memory: of a CPU, all of a host."""
+        ranks = min(self.world_size, self.machine.nodes_of)
+        return ranks if self.machine.device.is_shared else 1
+
+    def _needed(self, memory: dict[str, int]) -> int:
+        return sum(memory.values()) * self._sharing
+
+    def _usable_bytes(self) -> int:
+        return int(USABLE_MEMORY * self.machine.device.memory_bytes)
+
+
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    """Time to three digits, then memory: no prediction is better than that."""
+    return float(f"{candidate.step.total_s:.3g}"), candidate.memory_bytes
+
+
+def choices_of(config: Config) -> dict[str, object]:
+    """The settings of ``KEYS``."""
+    parts = {key: key.split(".") for key in KEYS}
+    return {key: getattr(getattr(config, part), name) for key, (part, name) in parts.items()}
