@@ -13,24 +13,27 @@ SETTINGS := $(foreach word,$(MAKEOVERRIDES),$(if $(findstring .,$(firstword $(su
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast lint fmt docs docs-serve bench bench-gpu bench-kernels bench-docs clean
+.PHONY: help setup quickstart test test-fast test-exhaustive lint fmt docs docs-serve bench bench-gpu bench-kernels bench-docs clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install megabit with the releases of constraints.txt
 
 quickstart: setup ## train a small ternary model on Shakespeare with TP=2 x PP=2, evaluate, sample, plot
 	@examples/quickstart.sh $(SETTINGS)
 
-# Tests run side by side, a file in one process.
-PYTEST := -m pytest -q --numprocesses logical --maxprocesses 8 --dist loadfile
+# Tests run side by side, a file in one process, in the order of tests/conftest.py.
+PYTEST := -m pytest -q --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-test: setup ## run all tests
-	@$(PY) $(PYTEST)
+test: setup ## run the tests; CI runs these
+	@$(PY) $(PYTEST) -m "not exhaustive"
 
 test-fast: setup ## run the tests that take seconds
-	@$(PY) $(PYTEST) -m "not slow"
+	@$(PY) $(PYTEST) -m "not slow and not exhaustive"
+
+test-exhaustive: setup ## run the combinations that `make test` leaves out
+	@$(PY) $(PYTEST) -m exhaustive
 
 lint: setup ## check style and types
 	@$(PY) -m ruff check .

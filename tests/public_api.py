@@ -1,10 +1,12 @@
-"""Which names are public: those that ``__all__`` of these packages lists, or, where a module has
-none, what it defines."""
+"""Which names are public: those of ``docs/api.md``. All that ``__all__`` of some packages lists is
+among them, or, where a module has none, what it defines."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PUBLIC = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), re.MULTILINE)
 PACKAGES = (
     "megabit",
     "megabit.checkpoint",

@@ -22,7 +22,7 @@ SMALL = {
     "train": "model.vocab_size=300 model.num_hidden_layers=4 data.seq_length=96 run.sample_tokens=2"
     " train.eval_samples=4",
     "prepare": "model.vocab_size=300",
-    "parity": "model.num_hidden_layers=2 train.global_batch_size=4 train.micro_batch_size=2",
+    "parity": "model.num_hidden_layers=4 train.global_batch_size=4 train.micro_batch_size=2",
     "bench kernels": "--shapes trainer --m 1 --implementations default",
     "bench engine": "model.num_hidden_layers=1 model.hidden_size=64 model.vocab_size=300 "
     "model.intermediate_size=96 --new-tokens 2 --requests 2",

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from megabit.config import load_config
 from megabit.training.parity import Difference, Layout, Tolerance
+from tests.command import called, refused
 from tests.training.tiny import SETTINGS, tiny_corpus, write_texts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,15 +37,6 @@ def megabit(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[st
     )
 
 
-def refused(*arguments: str, cwd: Path = ROOT) -> str:
-    """The one line on stderr, after ``error: ``, of a command that must end with code 2."""
-    result = megabit(*arguments, cwd=cwd)
-    lines = result.stderr.splitlines()
-    assert (result.returncode, len(lines)) == (2, 1), result.stderr
-    assert lines[0].startswith("error: ")
-    return lines[0].removeprefix("error: ")
-
-
 def test_the_commands_are_there_before_torch_is() -> None:
     """Help and refusals need no second of importing it."""
     code = "import sys, megabit.cli.main; sys.exit('torch' in sys.modules)"
@@ -52,7 +45,7 @@ def test_the_commands_are_there_before_torch_is() -> None:
 
 
 def test_help_lists_the_commands() -> None:
-    result = megabit("--help")
+    result = called("--help")
     assert result.returncode == 0
     assert "Train and serve BitNet b1.58 (ternary) language models" in result.stdout
     for command, does in [
@@ -68,7 +61,7 @@ def test_help_lists_the_commands() -> None:
         ("export", "Write a model for other tools"),
     ]:
         assert re.search(rf"{command} +{does}", result.stdout)
-        page = megabit(command, "--help")
+        page = called(command, "--help")
         assert page.returncode == 0
         assert "Example: megabit " + command in page.stdout
 
@@ -116,12 +109,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, *settings: str) -> str:
+def train(
+    folder: Path,
+    *settings: str,
+    call: Callable[..., subprocess.CompletedProcess[str]] = called,
+) -> str:
     """The line with which ``megabit train`` refuses to; it may not leave anything behind."""
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    message = refused("train", *SETTINGS, "run.dir=run", *settings, cwd=folder)
+    done = call("train", *SETTINGS, "run.dir=run", *settings, cwd=folder)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    return message
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_index_of_another_dataset(folder: Path, tmp_path: Path) -> None:
 
 def test_ranks_that_are_started_here_tell_a_mistake_once(folder: Path) -> None:
     for settings in (["data.text=nothing.txt"], ["data.dir=corpus", "model.vocab_size=270"]):
-        train(folder, *settings, "parallel.tp=2", "--nproc-per-node", "2")
+        train(folder, *settings, "parallel.tp=2", "--nproc-per-node", "2", call=megabit)
 
 
 @pytest.mark.slow

@@ -10,17 +10,22 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+)
 
 from megabit.cli import environment
 from megabit.cli import meeting as meeting_module
 from megabit.cli.environment import Launch, adopt_scheduler, first_node
-from megabit.cli.fixed_nodes import FRESH_S, FixedNodes
+from megabit.cli.fixed_nodes import FixedNodes
 from megabit.cli.launcher import LaunchOptions
 from megabit.cli.meeting import open_meeting
 from megabit.config import load_config
 from megabit.errors import RunError, UserError
 from tests.command import refused
+from tests.patience import eventually
 
 # Options.
 
@@ -212,10 +217,12 @@ def test_hosts_meet_in_their_order_and_again() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     met: dict[tuple[int, int], tuple[int, int, str, int]] = {}
+    meetings: list[RendezvousHandler] = []  # as a launcher has its own until its job is over
 
     def host(node: int) -> None:
         options = LaunchOptions.of(1, "3", f"127.0.0.1:{port}", node_rank=node)
         meeting = open_meeting(options)
+        meetings.append(meeting)
         for round in range(2):
             info = meeting.next_rendezvous()
             place = info.bootstrap_store_info
@@ -225,7 +232,7 @@ def test_hosts_meet_in_their_order_and_again() -> None:
     for thread in reversed(threads):  # the one that has the store comes last
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert len(met) == 6
     ports = [{met[node, round][3] for node in range(3)} for round in range(2)]
     assert [len(each) for each in ports] == [1, 1]
@@ -268,7 +275,7 @@ class Hosts:
         thread.start()
 
         def result() -> RendezvousInfo | Exception:
-            thread.join(60)
+            thread.join(120)
             return results[0]
 
         return result
@@ -297,7 +304,7 @@ def test_a_launcher_that_died_while_it_waited_is_not_there() -> None:
     hosts = Hosts(2)
     hosts.store.set("job/0/here/1", "dead 7")
     wait = hosts.waiting(hosts.launcher(0))
-    time.sleep(1.5 * FRESH_S)
+    eventually(lambda: hosts.said)  # after TELL_S, which is longer than FRESH_S
     assert not hosts.store.check(["job/0/members"])
     assert hosts.said == ["waiting for host 1 of 2"]
     assert len(set(ports([*hosts.meet(hosts.launcher(1)), wait()]))) == 1
@@ -313,7 +320,7 @@ def test_two_launchers_with_one_number() -> None:
     hosts = Hosts(2)
     older = hosts.launcher(1)
     wait = hosts.waiting(older)
-    time.sleep(1)
+    eventually(lambda: hosts.store.check(["job/0/here/1"]))
     met = hosts.waiting(hosts.launcher(1))
     error = wait()
     assert isinstance(error, RunError)

@@ -87,7 +87,12 @@ def speed_table(result: Result) -> Table:
 def rank_table(result: Result) -> Table:
     """A row for each rank of the configuration: what it did with its time, what it sent."""
     table = _table("Ranks of megabit, means of a step")
-    axes = list(result.ranks[0].waited_s)
+    # Those that the layout has: of all six there would be no room for the numbers.
+    axes = [
+        axis
+        for axis in result.ranks[0].waited_s
+        if any(record.waited_s[axis] or record.sent_bytes[axis] for record in result.ranks)
+    ]
     for heading in ("rank", "step", "compute", *(f"wait {axis}" for axis in axes), "bubble"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in (*(f"MB {axis}" for axis in axes), "memory"):

@@ -99,7 +99,8 @@ class ModelSource(Protocol):
         """For messages."""
 
     @property
-    def model(self) -> ModelConfig: ...
+    def model(self) -> ModelConfig:
+        """Its shape and options."""
 
     @property
     def max_length(self) -> int:

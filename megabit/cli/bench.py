@@ -11,6 +11,7 @@ import typer
 
 from megabit.cli.arguments import ServingSettings, Settings
 from megabit.cli.evaluation_results import check_new
+from megabit.cli.signals import on_signals
 from megabit.config import load_config
 from megabit.errors import UserError
 
@@ -69,8 +70,10 @@ def all_(
     from megabit.benchmark.suite import NAMES, PAGE, RESULTS, run_suite
 
     # Ended by a signal, it still ends what it has started.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    document = run_suite(out, examples, only or NAMES, quick, lambda line: print(line, flush=True))
+    with on_signals((signal.SIGTERM,), lambda number: sys.exit(128 + number)):
+        document = run_suite(
+            out, examples, only or NAMES, quick, lambda line: print(line, flush=True)
+        )
     print(f"wrote {out / RESULTS} and {out / PAGE}")
     sys.exit(1 if document.failed else 0)
 
@@ -382,9 +385,8 @@ def overlap(
 
     Example: megabit bench overlap --share 0.5
     """
-    # Ended by a signal, it still takes the namespaces away.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
     from megabit.benchmark.overlap import report
 
-    report(share, steps)
+    # Ended by a signal, it still takes the namespaces away.
+    with on_signals((signal.SIGTERM,), lambda number: sys.exit(128 + number)):
+        report(share, steps)

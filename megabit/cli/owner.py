@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from megabit.cli.arguments import Settings
+from megabit.cli.signals import on_signals
 from megabit.config import load_config
 from megabit.errors import UserError
 
@@ -58,10 +59,11 @@ def owner(
 
     torch.set_num_threads(1)  # a round takes milliseconds, and who trains here needs the cores
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     default = f"127.0.0.1:{split_address(str(config.outer.owner))[1]}"
-    with _listen(bind or default) as listener:
+    with (
+        on_signals((signal.SIGTERM, signal.SIGINT), lambda number: stop.set()),
+        _listen(bind or default) as listener,
+    ):
         process = Owner(config, state, save_every, _say)
         host, port = listener.getsockname()[:2]
         _say(f"listens on {host}:{port} for {config.outer.islands} islands; state in {state}")

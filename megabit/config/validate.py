@@ -43,11 +43,13 @@ def divisors(n: int) -> list[int]:
 
 
 def _not_finite(config: Config) -> Iterator[str]:
-    for section, keys in dataclasses.asdict(config).items():
-        for key, value in keys.items():
+    for section in dataclasses.fields(config):
+        keys = getattr(config, section.name)
+        for key in dataclasses.fields(keys):
+            value = getattr(keys, key.name)
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, float) and not math.isfinite(number):
-                    yield f"{section}.{key}: must be a finite number, not {number}"
+                    yield f"{section.name}.{key.name}: must be a finite number, not {number}"
 
 
 def _not_positive(config: Config) -> Iterator[str]:

@@ -33,10 +33,12 @@ class Timeline:
 
     @property
     def start(self) -> float:
+        """When the first rank begins to compute."""
         return min(spans[0].start for spans in self.ranks if spans)
 
     @property
     def end(self) -> float:
+        """When the last rank has computed all."""
         return max(spans[-1].end for spans in self.ranks if spans)
 
     @property

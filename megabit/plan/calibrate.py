@@ -197,13 +197,14 @@ def _groups(samples: Sequence[Sample]) -> list[list[str]]:
 
 def _with_likely(seconds: dict[Term, float]) -> dict[Term, float]:
     """Terms that were not measured take what the nearest one does."""
-    for missing, alike in (
+    likely: tuple[tuple[Term, Term], ...] = (
         ("bfloat16 input gradient product", "input gradient product"),
         ("bfloat16 weight gradient product", "weight gradient product"),
         ("dense product", "weight gradient product"),
-    ):
+    )
+    for missing, alike in likely:
         if missing not in seconds and alike in seconds:
-            seconds[missing] = seconds[alike]  # type: ignore[literal-required, index]
+            seconds[missing] = seconds[alike]
     return seconds
 
 

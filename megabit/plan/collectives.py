@@ -10,10 +10,10 @@ For n bytes over r ranks, of which k are on a node, with α and β of the link:
     send                         α + n/β
 
 Rings follow nodes, so over several nodes a ring's bytes pass through the network adapters of its k
-ranks on a node together: β is the smaller of a link's inside and k links' between nodes. That is
-how NCCL's channels lie where every GPU has an adapter (NCCL documentation, "rail"); a tree with
-half of its ranks sending at a time reaches the same β (Sanders et al. 2009, two-tree broadcast). α
-is that between nodes as soon as there are several.
+ranks on a node together: β is the smaller of a link's inside and k links' between nodes, as if NCCL
+laid a ring through each adapter. A double tree reaches the same β (Sanders, Speck and Träff,
+"Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009). α is that between
+nodes as soon as there are several. Nobody else uses the network.
 
 Where ranks share the cores of a host, α and β are those that were measured for as many ranks in as
 many groups at a time; of numbers that were not measured, the nearest.

@@ -7,9 +7,9 @@ layers, and n times what one more layer makes. A search looks at thousands of ra
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from megabit.data_parallel.layout import bucket_limit
 from megabit.pipeline.actions import Schedule
@@ -21,6 +21,7 @@ from megabit.plan.machine import Rates, Term
 from megabit.plan.messages import Message, step_messages
 from megabit.training.shapes import RankShape
 
+Key = TypeVar("Key")
 Lane = tuple[str, Message]
 """What messages are for, and one of them without its size: others that are alike can be added to
 it."""
@@ -45,16 +46,15 @@ class _Sums:
 
     elements: int = 0
     """Of gradients, of all DP ranks."""
-    sent: Counter[Lane] = field(default_factory=Counter)
-    work: Counter[Term] = field(default_factory=Counter)
+    sent: dict[Lane, float] = field(default_factory=dict)
+    work: dict[Term, float] = field(default_factory=dict)
 
     def plus(self, other: "_Sums", times: int) -> "_Sums":
-        elements = self.elements + times * other.elements
-        total = _Sums(elements, Counter(self.sent), Counter(self.work))
-        for mine, others in ((total.sent, other.sent), (total.work, other.work)):
-            for key, value in others.items():
-                mine[key] += times * value  # type: ignore[index, assignment]
-        return total
+        return _Sums(
+            self.elements + times * other.elements,
+            _plus(self.sent, other.sent, times),
+            _plus(self.work, other.work, times),
+        )
 
 
 class RankEnds:
@@ -70,7 +70,7 @@ class RankEnds:
             seconds: what a message takes.
         """
         sums = self._sums_of(shape)
-        sent: Counter[str] = Counter()
+        sent = dict.fromkeys(("gradients", "weights", "agreement"), 0.0)
         limit = bucket_limit(shape.config.parallel.bucket_mb, shape.dp)
         buckets = max(1, math.ceil(sums.elements / limit))
         for (what, message), num_bytes in sums.sent.items():
@@ -113,9 +113,13 @@ def _sums(shape: RankShape) -> _Sums:
     for what, messages in step_messages(shape).items():
         for message in messages:
             lane = what, dataclasses.replace(message, num_bytes=0)
-            sums.sent[lane] += message.num_bytes  # type: ignore[assignment]
-    sums.work.update(update_work(shape))  # type: ignore[arg-type]
+            sums.sent[lane] = sums.sent.get(lane, 0.0) + message.num_bytes
+    sums.work.update(update_work(shape))
     return sums
+
+
+def _plus(mine: Mapping[Key, float], others: Mapping[Key, float], times: int) -> dict[Key, float]:
+    return {key: mine.get(key, 0.0) + times * others.get(key, 0.0) for key in {**mine, **others}}
 
 
 def _as_sent(message: Message, num_bytes: float, buckets: int) -> Message:

@@ -134,50 +134,62 @@ class Search:
     def run(self, progress: Callable[[float], None] = lambda share: None) -> Found:
         """The ``top`` fastest of all candidates.
 
-        Layouts are accounted for first, without anybody waiting, and then played, the ones with the
-        least work first, until the work alone takes longer than the slowest of the best.
+        What a family's members have in common, its work, is accounted for first. Families are then
+        looked at in the order of the least time that it can take, until that alone is longer than
+        the step of the slowest of the best.
 
         Args:
             progress: is told which share of all is done.
         """
-        found, accounts = Found(), list[Account]()
+        found, memo = Found(), Memo()
         grids = [(tp, pp) for tp in self._tps() for pp in self._pps(tp)]
-        memo = Memo()
+        families: list[tuple[float, Config]] = []
         for number, (tp, pp) in enumerate(grids):
             progress(number / len(grids) / 2)
-            for family in self._families(tp, pp):
-                accounts += self._accounts(family, memo, found)
-        accounts.sort(key=lambda account: account.least_s)
-        for number, account in enumerate(accounts):
-            progress(0.5 + number / len(accounts) / 2)
-            best = found.candidates
-            if len(best) >= self.top and account.least_s > best[self.top - 1].step.total_s:
-                found.slower = len(accounts) - number
-                break
-            self._try(account, found)
+            families += self._families(tp, pp, memo, found)
+        families.sort(key=lambda family: family[0])
+        for number, (least_s, family) in enumerate(families):
+            progress(0.5 + number / len(families) / 2)
+            members = [*self._members(family)]
+            if self._is_slower(least_s, found):
+                found.slower += len(members)
+                continue
+            for member in members:
+                self._try(member, memo, found)
         found.too_large.sort(key=lambda rejected: rejected.missing)
         return found
 
-    def _accounts(self, family: Config, memo: Memo, found: Found) -> Iterator[Account]:
-        """Those of a family, which differ in ZeRO stage and recomputation."""
-        problems = find_problems(family, self.world_size)
+    def _is_slower(self, least_s: float, found: Found) -> bool:
+        best = found.candidates
+        return len(best) >= self.top and least_s > best[self.top - 1].step.total_s
+
+    def _try(self, member: Config, memo: Memo, found: Found) -> None:
+        """Play a layout, if it is possible and fits in memory."""
+        if self._is_impossible(member, found):
+            return
+        layout = make_layout(member, self.world_size, self.machine, self.schedules)
+        account = Account.of(layout, memo)
+        if self._is_slower(account.least_s, found):
+            found.slower += 1
+            return
+        usable = self._usable_bytes() / self._sharing
+        most: dict[str, int] = {}
+        for shape in layout.shapes:
+            memory = memory_of(shape, self.machine.device)
+            if sum(memory.values()) > sum(most.values()):
+                most = memory
+            if sum(most.values()) > usable:  # whatever the others need
+                found.too_large.append(Rejected(layout, most, usable))
+                return
+        insort(found.candidates, Candidate(layout, account.step(), most), key=_rank)
+
+    def _is_impossible(self, config: Config, found: Found) -> bool:
+        problems = find_problems(config, self.world_size)
         if problems:
             key = problems[0].partition(":")[0]
             found.impossible[key] += 1
             found.examples.setdefault(key, problems[0])
-            return
-        for zero_stage in self._zero_stages(family):
-            for recompute in self._recomputes(family):
-                yield Account.of(self._layout(family, zero_stage, recompute), memo)
-
-    def _try(self, account: Account, found: Found) -> None:
-        """Play a layout, if it fits in memory."""
-        layout, usable = account.layout, self._usable_bytes()
-        memory = self._memory(layout)
-        if self._needed(memory) > usable:
-            found.too_large.append(Rejected(layout, memory, usable / self._sharing))
-            return
-        insort(found.candidates, Candidate(layout, account.step(), memory), key=_rank)
+        return bool(problems)
 
     # What there is of each dimension.
 
@@ -226,36 +238,69 @@ class Search:
         share = max(1, self.config.train.global_batch_size // dp)
         return [2**n for n in range(MAX_MICRO_BATCH.bit_length()) if 2**n <= share]
 
-    def _families(self, tp: int, pp: int) -> Iterator[Config]:
-        """All configurations at a TP × PP but for what trades time for memory only."""
+    def _families(
+        self, tp: int, pp: int, memo: Memo, found: Found
+    ) -> Iterator[tuple[float, Config]]:
+        """Configurations at a TP × PP that compute the same in different orders, each with the
+        least time of a step: no rank waits, and all have equally much to do."""
+        for micro in self._micro_batches(self.world_size // (tp * pp)):
+            for sequence_parallel in self._sequence_parallels(tp):
+                for recompute in self._recomputes():
+                    best: tuple[float, Config] | None = None
+                    for way in self._ways(tp):
+                        family = self._family(tp, pp, micro, sequence_parallel, recompute, way)
+                        if self._is_impossible(family, found):
+                            break
+                        layout = make_layout(family, self.world_size, self.machine, self.schedules)
+                        least_s = Account.of(layout, memo).mean_s
+                        if best is None or least_s < best[0]:
+                            best = least_s, family
+                    if best is not None:
+                        yield best
+
+    def _family(
+        self,
+        tp: int,
+        pp: int,
+        micro: int,
+        sequence_parallel: bool,
+        recompute: Literal["none", "selective", "full"],
+        way: Literal["int32", "exact16"],
+    ) -> Config:
         config = self.config
-        dp = self.world_size // (tp * pp)
-        is_split = tp > 1
-        sequence = [False, True] if is_split else [False]
+        name, vpp = self._schedules(pp)[0]
+        parallel = dataclasses.replace(
+            config.parallel,
+            tp=tp,
+            pp=pp,
+            schedule=name,
+            vpp=vpp,
+            sequence_parallel=sequence_parallel,
+            row_reduce=way,
+            layers_per_stage=None,
+            balance="estimated",
+        )
+        train = dataclasses.replace(config.train, micro_batch_size=micro, recompute=recompute)
+        return dataclasses.replace(config, parallel=parallel, train=train)
+
+    def _members(self, family: Config) -> Iterator[Config]:
+        """The orders, and what DP ranks share out."""
+        for name, vpp in self._schedules(family.parallel.pp):
+            parallel = dataclasses.replace(family.parallel, schedule=name, vpp=vpp)
+            for zero_stage in self._zero_stages(family):
+                optim = dataclasses.replace(family.optim, zero_stage=zero_stage)
+                yield dataclasses.replace(family, parallel=parallel, optim=optim)
+
+    def _sequence_parallels(self, tp: int) -> list[bool]:
         if self._kept("parallel.sequence_parallel"):
-            sequence = [config.parallel.sequence_parallel]
-        ways: list[Literal["int32", "exact16"]] = ["int32"]
-        if is_split and self._adds_integers():
-            ways.append("exact16")
+            return [self.config.parallel.sequence_parallel]
+        return [False, True] if tp > 1 else [False]
+
+    def _ways(self, tp: int) -> list[Literal["int32", "exact16"]]:
+        """To add integers over TP."""
         if self._kept("parallel.row_reduce"):
-            ways = [config.parallel.row_reduce]
-        for micro in self._micro_batches(dp):
-            for name, vpp in self._schedules(pp):
-                for sequence_parallel in sequence:
-                    for way in ways:
-                        parallel = dataclasses.replace(
-                            config.parallel,
-                            tp=tp,
-                            pp=pp,
-                            schedule=name,
-                            vpp=vpp,
-                            sequence_parallel=sequence_parallel,
-                            row_reduce=way,
-                            layers_per_stage=None,
-                            balance="estimated",
-                        )
-                        train = dataclasses.replace(config.train, micro_batch_size=micro)
-                        yield dataclasses.replace(config, parallel=parallel, train=train)
+            return [self.config.parallel.row_reduce]
+        return ["int32", "exact16"] if tp > 1 and self._adds_integers() else ["int32"]
 
     def _adds_integers(self) -> bool:
         model = self.config.model
@@ -267,32 +312,16 @@ class Search:
             return [family.optim.zero_stage]
         return [1, 2]
 
-    def _recomputes(self, family: Config) -> list[str]:
+    def _recomputes(self) -> list[Literal["none", "selective", "full"]]:
         if self._kept("train.recompute"):
-            return [family.train.recompute]
+            return [self.config.train.recompute]
         return ["none", "selective", "full"]
-
-    def _layout(self, family: Config, zero_stage: int, recompute: str) -> Layout:
-        train = dataclasses.replace(family.train, recompute=recompute)  # type: ignore[arg-type]
-        optim = dataclasses.replace(family.optim, zero_stage=zero_stage)
-        config = dataclasses.replace(family, train=train, optim=optim)
-        return make_layout(config, self.world_size, self.machine, self.schedules)
-
-    # Memory.
-
-    def _memory(self, layout: Layout) -> dict[str, int]:
-        """Of the rank that needs most."""
-        each = [memory_of(shape, self.machine.device) for shape in layout.shapes]
-        return max(each, key=lambda memory: sum(memory.values()))
 
     @property
     def _sharing(self) -> int:
         """Ranks that share a device's memory: of a CPU, all of a host."""
         ranks = min(self.world_size, self.machine.nodes_of)
         return ranks if self.machine.device.is_shared else 1
-
-    def _needed(self, memory: dict[str, int]) -> int:
-        return sum(memory.values()) * self._sharing
 
     def _usable_bytes(self) -> int:
         return int(USABLE_MEMORY * self.machine.device.memory_bytes)

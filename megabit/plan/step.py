@@ -145,6 +145,12 @@ class Account:
         busiest = max(sum(stages[s] for s in own) for own in placement.stages)
         return self.layout.shapes[0].microbatches * busiest
 
+    @property
+    def mean_s(self) -> float:
+        """The work of all stages, shared evenly by the ranks."""
+        work = sum(map(sum, (*self.compute, *self.talk)))
+        return self.layout.shapes[0].microbatches * work / len(self.layout.shapes)
+
     def step(self) -> Step:
         """The step played, and what it is made of."""
         layout, placement = self.layout, self.layout.plan.schedule.placement

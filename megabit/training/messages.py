@@ -76,9 +76,6 @@ def ring(num_bytes: float, ranks: int) -> float:
     return (ranks - 1) * num_bytes / ranks
 
 
-# Of a microbatch.
-
-
 def embedding(shape: RankShape) -> Messages:
     """Of a microbatch, where the rank has the embedding."""
     row = shape.config.model.hidden_size * shape.compute_bytes
@@ -242,9 +239,6 @@ def _gains(shape: RankShape, count: int) -> Messages:
         )
 
 
-# Of a step.
-
-
 def gradients(shape: RankShape) -> Messages:
     """For the sums of a step's gradients, a tensor at a time."""
     dp, wide, codec = shape.dp, shape.wide_bytes, codec_of(shape.config)
@@ -311,11 +305,12 @@ def agreement(shape: RankShape, is_finite: bool = True) -> Messages:
     counts, sums = 2, 2  # of the tokens that count and of all; of the objective and the loss
     # The largest gradient; if it is finite, the sum of squares.
     norm = 2 if is_finite else 1
-    for axis, ranks, numbers in (
+    over: tuple[tuple[Axis, int, int], ...] = (
         ("dp", shape.dp, counts + sums),
         ("pp", shape.pp, sums),  # to all stages
         ("world", shape.world_size, norm),
-    ):
+    )
+    for axis, ranks, numbers in over:
         if ranks > 1:
             yield Message(axis, "control", "all_reduce", NUMBER_BYTES, ranks, numbers)
 

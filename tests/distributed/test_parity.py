@@ -53,11 +53,16 @@ LAYOUTS = [
     for tp, pp, dp, sp in itertools.product((1, 2, 4), (1, 2), (1, 2), (False, True))
     if (tp > 1 or not sp) and tp * pp * dp > 1
 ]
+COVERED = (Layout(4, 2, 1), Layout(4, 1, 2, sequence_parallel=True))
 
 
 def by_size(layout: Layout) -> object:
     marks = [pytest.mark.slow] if layout.world_size > 2 else []
-    return pytest.param(layout, marks=marks, id=str(layout))
+    # The others have each degree of TP beside each of every other axis, and three axes at once.
+    is_covered = layout.world_size > 8 or layout in COVERED
+    return pytest.param(
+        layout, marks=[*marks, pytest.mark.exhaustive] if is_covered else marks, id=str(layout)
+    )
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_S
 from tests.training.tiny import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,8 +23,6 @@ ENVIRONMENT = {
     "COLUMNS": "200",
 }
 PLACES = ("data.dir=corpus", "run.dir=run")
-PATIENCE_S = 120.0
-"""For what should take seconds: on a machine that does other things as well, too."""
 
 
 @dataclass
@@ -99,9 +98,14 @@ def children(pid: int) -> list[int]:
 
 def is_alive(pid: int) -> bool:
     """Whether a process is there that has not ended."""
+    return state_of(pid) not in ("X", "Z")
+
+
+def state_of(pid: int | None) -> str:
+    """R, S, T or Z, as the kernel has it; X if it is gone."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from megabit.faults.members import Member, gather_members, read_members, write_m
 from megabit.launch import RankError, run_ranks
 from megabit.mesh import Axis
 from megabit.telemetry.metrics import read_metrics
+from tests.faults.runs import state_of
+from tests.patience import PATIENCE_S, eventually
 from tests.training.runs import assert_same_tensors, checkpoint, config_of, rows, train
 from tests.training.tiny import make_mesh, tiny, tiny_corpus
 
@@ -64,14 +65,6 @@ def struck(folder: Path, fault: str) -> multiprocessing.Process:
     return process
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Within a time that only a hang takes."""
-    until = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("fault", "exit_code"),
     [
@@ -85,24 +78,19 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_a_process_ends_as_the_drill_says(tmp_path: Path, fault: str, exit_code: int) -> None:
     """Once: the next process of the run, which finds the marker, is not struck again."""
     process = struck(tmp_path / "faults", fault)
-    process.join(20)
+    process.join(PATIENCE_S)
     assert process.exitcode == exit_code
     again = struck(tmp_path / "faults", fault)
-    again.join(20)
+    again.join(PATIENCE_S)
     assert again.exitcode == 0
-
-
-def state_of(process: multiprocessing.Process) -> str:
-    """R, S or T, as the kernel has it."""
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_process_stops(tmp_path: Path) -> None:
     process = struck(tmp_path / "faults", "stop")
-    wait_for(lambda: state_of(process) == "T")
+    eventually(lambda: state_of(process.pid) == "T")
     assert process.pid is not None
     os.kill(process.pid, signal.SIGCONT)
-    process.join(20)
+    process.join(PATIENCE_S)
     assert process.exitcode == 0
 
 
@@ -110,11 +98,11 @@ def test_a_process_stops(tmp_path: Path) -> None:
 def test_a_process_hangs(tmp_path: Path, fault: str) -> None:
     """Until it is killed; the marker is there first."""
     process = struck(tmp_path / "faults", fault)
-    wait_for(lambda: any((tmp_path / "faults").glob("drill_0_*.done")))
+    eventually(lambda: any((tmp_path / "faults").glob("drill_0_*.done")))
     time.sleep(0.1)
     assert process.is_alive()
     process.kill()
-    process.join(20)
+    process.join(PATIENCE_S)
     assert process.exitcode == -signal.SIGKILL
 
 
@@ -142,7 +130,7 @@ def test_the_same_drill_twice_strikes_twice(tmp_path: Path) -> None:
 
 
 def test_it_says_so_before_it_strikes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    struck(tmp_path, "kill").join(20)
+    struck(tmp_path, "kill").join(PATIENCE_S)
     assert capfd.readouterr().err == "DRILL kill on rank 0, before step 4\n"
 
 

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from megabit.faults import heartbeat
 from megabit.faults.blame import MAX_NAMED, Observer
 from megabit.faults.heartbeat import LOST, MAX_TEXT, Board, Listener, Sign
 
@@ -79,11 +81,13 @@ def test_a_board_that_is_gone_is_an_error_soon() -> None:
 # Listening.
 
 
-def test_who_counts_is_alive() -> None:
-    listener = Listener()
+def test_who_counts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    listener = Listener(since=now[0])
     for beat in range(4):
         listener.hear({1: sign(1, beat=beat), 2: sign(2, beat=5), 3: sign(3, ended="")})
-        time.sleep(0.1)
+        now[0] += 0.1
     assert listener.silent([1, 2, 3, 4], for_s=0.3) == [2, 4]
     assert listener.silent([1, 2], for_s=60) == []
 

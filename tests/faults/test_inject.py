@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,8 @@ from megabit.faults.members import Member, gather_members, members_file, write_m
 from megabit.faults.plan import ENDING, FAULTS, plan_drills
 from megabit.mesh import ParallelMesh
 from tests.command import megabit, refused
+from tests.faults.runs import state_of
+from tests.patience import PATIENCE_S, eventually
 from tests.training.runs import assert_same_tensors, checkpoint, config_of, train
 from tests.training.tiny import SETTINGS, tiny_corpus
 
@@ -118,34 +119,31 @@ def test_it_asks_before_it_harms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert problem == "--yes: is needed where nobody can be asked"
 
 
-def state_of(pid: int) -> str:
-    """R, S or T, as the kernel has it; X if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "X"
-
-
 @pytest.mark.slow
 def test_a_run_is_stopped_goes_on_and_ends(corpus: CorpusInfo, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = [*SETTINGS, f"data.dir={corpus.dir}", f"run.dir={folder}", "train.steps=100000"]
     command = [sys.executable, "-m", "megabit", "train", *settings]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+    said = tmp_path / "said"
+
+    def send(name: str) -> str:
+        code, (line,), _ = megabit("inject", "signal", folder, name, "--rank", 0, "--yes")
+        assert code == 0
+        return line
+
+    with (
+        said.open("w") as file,
+        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as run,
+    ):
         try:
-            until = time.monotonic() + 60
-            while not members_file(folder).exists():
-                assert run.poll() is None
-                assert time.monotonic() < until
-                time.sleep(0.05)
-            code, out, _ = megabit("inject", "signal", folder, "stop", "--rank", 0, "--yes")
-            assert (code, out) == (0, [f"sent SIGSTOP to rank 0 (process {run.pid}) of {folder}"])
-            while state_of(run.pid) != "T":
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            megabit("inject", "signal", folder, "continue", "--rank", 0, "--yes")
-            megabit("inject", "signal", folder, "term", "--rank", 0, "--yes")
-            assert run.wait(60) == 75  # saved, to be started again
+            eventually(lambda: members_file(folder).exists() or run.poll() is not None)
+            assert run.poll() is None, said.read_text()
+            line = send("stop")
+            assert line == f"sent SIGSTOP to rank 0 (process {run.pid}) of {folder}"
+            eventually(lambda: state_of(run.pid) == "T")
+            send("continue")
+            send("term")
+            assert run.wait(PATIENCE_S) == 75, said.read_text()  # saved, to be started again
         finally:
             run.kill()
     assert (folder / "checkpoints" / "latest").exists()

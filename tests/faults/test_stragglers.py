@@ -48,7 +48,7 @@ def test_a_slow_rank_is_named(
     corpus: CorpusInfo, tmp_path: Path, settings: tuple[str, ...], world_size: int, slow: int
 ) -> None:
     """It sleeps for longer than a step takes here, so the ratio is far above the alert's 1.3."""
-    drill = f"faults.drills=[{{fault: slow, rank: {slow}, step: 0, seconds: 0.4}}]"
+    drill = f"faults.drills=[{{fault: slow, rank: {slow}, step: 0, seconds: 1.0}}]"
     config = config_of(corpus, tmp_path / "run", drill, "train.log_interval=2", *settings)
     finished, said = train(config, world_size)
     assert finished

@@ -24,13 +24,16 @@ from megabit.faults.watchdog import RankLost, Watchdog, lost_reason
 from megabit.mesh import ParallelMesh, process_group
 from megabit.pipeline.mailbox import PeerLost
 from megabit.reduce import any_rank
-from tests.faults.runs import is_alive
+from tests.faults.runs import is_alive, state_of
+from tests.patience import PATIENCE_S, eventually
 
 CPU = torch.device("cpu")
 HANG = FaultsConfig(heartbeat_s=0.25, hang_s=2.0)
+PATIENT = FaultsConfig(heartbeat_s=0.25, hang_s=4.0)
+"""Where nothing is to happen: a busy machine must not take so long for a moment."""
 
 
-def ended(body: Callable[[], None], timeout_s: float = 60) -> tuple[int | None, float]:
+def ended(body: Callable[[], None], timeout_s: float = PATIENCE_S) -> tuple[int | None, float]:
     """Exit code of a fork that runs ``body``, and after how many seconds."""
 
     def run() -> None:
@@ -69,9 +72,12 @@ def test_a_rank_that_sleeps_is_ended_and_its_stacks_are_there(tmp_path: Path) ->
     assert code == HUNG
     assert took_s >= HANG.hang_s
     line = said.read_text()
-    assert line.startswith("error: nothing has moved for 2 s in step 5: ")
+    assert line.startswith("error: nothing has moved for ")
+    assert " s in step 5: " in line
     stacks = (tmp_path / "faults" / "rank_0_stacks.txt").read_text()
-    assert re.search(r"rank 0 \(.*\): nothing has moved for 2\.\d s in step 5", stacks)  # T ± 1 s
+    found = re.search(r"rank 0 \(.*\): nothing has moved for (\d+\.\d) s in step 5", stacks)
+    assert found is not None
+    assert float(found[1]) >= HANG.hang_s
     assert "in sleep_for_ever" in stacks
     assert "in _watch" in stacks
 
@@ -92,12 +98,12 @@ def test_a_rank_that_holds_the_interpreter_is_ended_too(tmp_path: Path) -> None:
 
 def test_who_gets_on_or_rests_is_left_alone(tmp_path: Path) -> None:
     def work() -> None:
-        with Watchdog(ParallelMesh(), HANG, tmp_path / "faults") as watchdog:
+        with Watchdog(ParallelMesh(), PATIENT, tmp_path / "faults") as watchdog:
             with watchdog.resting("loading"):
-                time.sleep(1.3 * HANG.hang_s)
+                time.sleep(1.1 * PATIENT.hang_s)
             for step in range(2):  # each too short, both together too long
                 watchdog.begin_step(step)
-                time.sleep(0.6 * HANG.hang_s)
+                time.sleep(0.55 * PATIENT.hang_s)
 
     code, _ = ended(work)
     assert code == 0
@@ -107,10 +113,10 @@ def test_who_gets_on_or_rests_is_left_alone(tmp_path: Path) -> None:
 def test_collectives_are_progress_within_a_step(tmp_path: Path) -> None:
     def work() -> None:
         mesh = ParallelMesh()
-        with Watchdog(mesh, HANG, tmp_path) as watchdog:
+        with Watchdog(mesh, PATIENT, tmp_path) as watchdog:
             watchdog.begin_step(0)
             for _ in range(2):
-                time.sleep(0.6 * HANG.hang_s)
+                time.sleep(0.55 * PATIENT.hang_s)
                 with mesh.tp.waiting():
                     pass
 
@@ -159,8 +165,9 @@ def ranks(body: Callable[[ParallelMesh], None], folder: Path) -> list[tuple[int 
     processes = [fork.Process(target=run, args=(rank,)) for rank in range(3)]
     for process in processes:
         process.start()
-    for process in (processes[0], processes[2], processes[1]):
-        process.join(60 if process is not processes[1] else 5)
+    for process in processes:
+        eventually(lambda process=process: not process.is_alive() or state_of(process.pid) == "T")
+    for process in processes:
         process.kill()
         process.join()
     return [
@@ -217,7 +224,7 @@ def test_ranks_that_wait_for_one_name_it(tmp_path: Path, fault: str) -> None:
     ended = ranks(body, tmp_path)
     assert [code for code, _ in ended[::2]] == [HUNG, HUNG]
     assert ended[1][0] == (HUNG if fault == "sleeps" else -9)  # by this test
-    named = r"error: nothing has moved for 2 s in step 3: rank 1 \(\S+, pid \d+\) "
+    named = r"error: nothing has moved for \d+ s in step 3: rank 1 \(\S+, pid \d+\) "
     seen = "waits for nobody, at step 3" if fault == "sleeps" else r"(has given no sign|was last)"
     assert re.match(named + seen, ended[0][1])
     assert ended[2][1] == ""  # one rank of a host tells
@@ -258,12 +265,8 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
 
     process = fork.Process(target=parent)
     process.start()
-    deadline = time.monotonic() + 30
-    while not pid_file.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(pid_file.exists)
     pid = int(pid_file.read_text())
     process.kill()
     process.join()
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_alive(pid)
+    eventually(lambda: not is_alive(pid))

@@ -9,6 +9,7 @@ import pytest
 from megabit.benchmark.link import BURST_KB, Network
 from megabit.errors import UserError
 from tests.hosts.job import hosts
+from tests.patience import PATIENCE_S
 
 RECEIVE = """
 import socket
@@ -95,7 +96,7 @@ def test_a_host_that_goes_down_closes_nothing(pair: Network) -> None:
     print(1, file=sender.stdin, flush=True)
     assert receiver.stdout.readline() == "1\n"
     pair.kill(1)
-    assert sender.wait(10) != 0
+    assert sender.wait(PATIENCE_S) != 0
     assert receiver.communicate()[0] == "silence\n"
 
 
@@ -114,6 +115,6 @@ def test_nothing_is_left() -> None:
     with hosts(2) as made:
         sleeper = subprocess.Popen(made.run_on(1, ["sleep", "60"]))
         time.sleep(0.2)
-    assert sleeper.wait(10) != 0
+    assert sleeper.wait(PATIENCE_S) != 0
     left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
     assert not [name for name in (*made.hosts, made.switch) if name in left]

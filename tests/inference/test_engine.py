@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from megabit.errors import RunError, UserError
 from megabit.inference import Engine, SamplingParams
+from megabit.inference.messages import Message
 from tests.inference.models import save_served_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -44,10 +46,23 @@ def test_it_answers_text_and_tokens_alike_in_their_order(engine: Engine) -> None
         assert engine.generate(text, GREEDY)[0].answers == answer.answers
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(engine: Engine) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each message that has text; whoever reads late gets several at once, and one piece."""
+    receive, waiting = engine._link.receive, deque[Message]()
+
+    def one_at_a_time() -> list[Message]:
+        if not waiting:
+            waiting.extend(receive())
+        return [waiting.popleft()] if waiting else []
+
     sampling = SamplingParams(max_tokens=40, seed=11)
-    pieces = list(engine.stream(TEXTS[0], sampling))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._link, "receive", one_at_a_time)
+        pieces = list(engine.stream(TEXTS[0], sampling))
     assert len(pieces) > 3
+    assert all(pieces)
     assert "".join(pieces) == engine.generate(TEXTS[0], sampling)[0].text
 
 

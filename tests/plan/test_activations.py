@@ -1,4 +1,4 @@
-"""What the formulas say that autograd keeps, against the storages that it does keep: to the byte."""
+"""What the formulas say that autograd keeps, against the storages that it has: to the byte."""
 
 from collections.abc import Callable
 
@@ -20,6 +20,7 @@ from megabit.plan.sizes import Sizes
 from megabit.tensor_parallel import (
     ForwardPass,
     Noise,
+    Quantization,
     TernaryLayer,
     WeightGradientQueue,
 )
@@ -48,6 +49,8 @@ OPTIONS = (
     ("model.hidden_act=silu",),
     ("model.num_key_value_heads=4",),
     ("train.hidden_dropout=0.1",),
+    ("train.quantization_ramp=0.5",),
+    ("train.quantization_ramp=0.5", "model.norm_placement=prenorm"),
     ("parallel.exact=full", "model.tie_word_embeddings=false"),
 )
 RECOMPUTED = ("none", "selective", "full")
@@ -73,10 +76,8 @@ def kept_by(
 
 def measure(config: Config, mesh: ParallelMesh) -> list[tuple[int, int]]:
     """(measured, predicted) of the embedding, a layer and the head."""
-    dp = 1
-    shape = shape_of(config, mesh.world.size, mesh.world.rank)
-    assert shape.dp == dp
-    sizes = Sizes(shape)
+    is_ramp = config.train.quantization_ramp > 0
+    sizes = Sizes(shape_of(config, mesh.world.size, mesh.world.rank), is_ramp)
     stages = build_stages(config, mesh)
     stages.ternarize()
     for name, parameter in stages.named_parameters():
@@ -85,7 +86,11 @@ def measure(config: Config, mesh: ParallelMesh) -> list[tuple[int, int]]:
         ):
             parameter.data = parameter.data.to(stages.context.compute_dtype)
     parameters: list[Tensor] = [*stages.parameters()]
-    forward_pass = ForwardPass(Noise(1, 0, 0), weight_gradients=WeightGradientQueue())
+    forward_pass = ForwardPass(
+        Noise(1, 0, 0),
+        weight_gradients=WeightGradientQueue(),
+        quantization=Quantization(0.5 if is_ramp else 1.0),
+    )
     batch, length = config.train.micro_batch_size, config.data.seq_length
     tokens = torch.randint(config.model.vocab_size, (batch, length))
     rope = stages.model.rope.tables(length, stages.context.compute_dtype)
@@ -102,13 +107,12 @@ def measure(config: Config, mesh: ParallelMesh) -> list[tuple[int, int]]:
 
 
 def settings_of(tp: int) -> list[tuple[str, ...]]:
-    """Every option with every kind of recomputation, and under TP with sequence parallelism."""
-    splits = ("false", "true") if tp == 2 else ("false",)
+    """Every option with every kind of recomputation; at TP 2 under sequence parallelism."""
+    is_split = "true" if tp == 2 else "false"
     return [
         (*chosen, f"train.recompute={again}", f"parallel.sequence_parallel={is_split}")
         for chosen in OPTIONS
         for again in RECOMPUTED
-        for is_split in splits
     ]
 
 

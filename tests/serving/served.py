@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 
 from megabit.data.tokenizer import train_tokenizer
+from tests.patience import PATIENCE_S, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 400
@@ -27,7 +28,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
         self.process, self.url, self._log = process, url, log
-        self.http = httpx2.Client(base_url=url, timeout=30, trust_env=False)
+        self.http = httpx2.Client(base_url=url, timeout=PATIENCE_S, trust_env=False)
 
     @property
     def log(self) -> str:
@@ -49,7 +50,7 @@ class Server:
                 total += float(value)
         return total
 
-    def wait_for(self, path: str, status: int, seconds: float = 30) -> httpx2.Response:
+    def wait_for(self, path: str, status: int, seconds: float = PATIENCE_S) -> httpx2.Response:
         return eventually(lambda: self._answer(path, status), seconds)
 
     def _answer(self, path: str, status: int) -> httpx2.Response | None:
@@ -58,20 +59,9 @@ class Server:
             return response if response.status_code == status else None
         return None
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE_S) -> int:
         self.process.send_signal(number)
         return self.process.wait(seconds)
-
-
-def eventually(look: Any, seconds: float = 10) -> Any:
-    """What ``look`` gives once it is something."""
-    end = time.monotonic() + seconds
-    while True:
-        found = look()
-        if found:
-            return found
-        assert time.monotonic() < end, "it has not happened"
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -97,7 +87,7 @@ def started(command: Sequence[str], log: Path, ready: bool = True) -> Iterator[S
         assert "http://" in line, log.read_text(encoding="utf-8")
         server = Server(process, line[line.index("http://") :].split()[0], log)
         if ready:
-            server.wait_for("/ready", 200, 60)
+            server.wait_for("/ready", 200)
         try:
             yield server
         finally:
@@ -148,7 +138,7 @@ def in_background(work: Callable[[], Any]) -> list[Any]:
 
 def first_chunk(server: Server, **body: Any) -> socket.socket:
     """A stream that has begun, and that nobody reads further."""
-    raw = socket.create_connection(("127.0.0.1", httpx2.URL(server.url).port), 10)
+    raw = socket.create_connection(("127.0.0.1", httpx2.URL(server.url).port), PATIENCE_S)
     raw.sendall(as_http({"prompt": [70, 71, 72, 73], "stream": True, **body}))
     assert b"200 OK" in raw.recv(1 << 16)
     return raw

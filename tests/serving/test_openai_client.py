@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from tests.inference.models import save_served_model
-from tests.serving.served import Server, eventually, megabit_server
+from tests.patience import eventually
+from tests.serving.served import Server, megabit_server
 
 PROMPT = "the quick brown fox"
 MESSAGES = [{"role": "user", "content": "what has the king said?"}]

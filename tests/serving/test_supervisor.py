@@ -41,21 +41,21 @@ def test_a_model_that_is_never_loaded() -> None:
     supervisor = supervised(Silent.start, 0.4)
     began = time.monotonic()
     asyncio.run(supervisor.run())
-    assert 0.4 < time.monotonic() - began < 3
+    assert time.monotonic() - began > 0.4
     assert supervisor.state == EngineState.DEAD
     assert supervisor.reason == "the model was not loaded within 0.4 s"
 
 
 def test_own_delays_are_not_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "_GRACE_S", 2.0)
+    monkeypatch.setattr(supervisor_module, "_GRACE_S", 5.0)
 
     async def run() -> None:
-        # An engine is not healthy after 3 s of silence, and given up after 2.05 s here.
-        supervisor = supervised(EchoProcess.start, 20, "engine.timeout_s=0.05")
+        # An engine is not healthy after 3 s of silence, and given up after 5.05 s here.
+        supervisor = supervised(EchoProcess.start, 120, "engine.timeout_s=0.05")
         running = asyncio.create_task(supervisor.run())
         while supervisor.state != EngineState.READY:
             await asyncio.sleep(0.02)
-        time.sleep(3.2)  # as a tokenizer that lets nothing else run
+        time.sleep(6)  # as a tokenizer that lets nothing else run
         supervisor.check_healthy()
         for _ in range(20):
             await asyncio.sleep(0.02)
@@ -69,7 +69,7 @@ def test_own_delays_are_not_the_engines(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_failed_engine_is_not_ready_at_once() -> None:
     async def run() -> None:
-        supervisor = supervised(EchoProcess.start, 20)
+        supervisor = supervised(EchoProcess.start, 120)
         running = asyncio.create_task(supervisor.run())
         while supervisor.state != EngineState.READY:
             await asyncio.sleep(0.02)

@@ -29,6 +29,7 @@ from megabit.telemetry.metrics import flatten, read_metrics
 from megabit.telemetry.prometheus import PrometheusEndpoint
 from megabit.telemetry.prometheus_names import PROMETHEUS_METRICS
 from megabit.telemetry.tensorboard import tag_of
+from tests.patience import PATIENCE_S
 from tests.telemetry.rows import ALERT, Score, full_metrics, log, metrics, said
 
 EVALUATION = EvaluationMetrics(10, 3.5, 1.75, {"laws of 1789": Score(2.0, 1.0)})
@@ -98,7 +99,7 @@ def url_of(run: MetricsLog) -> str:
 
 
 def fetch(url: str) -> str:
-    with urlopen(url, timeout=10) as response:
+    with urlopen(url, timeout=PATIENCE_S) as response:
         return response.read().decode()
 
 
@@ -343,7 +344,7 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
     from wandb.sdk.internal.datastore import DataStore
 
     (file,) = folder.glob("offline-run-*/*.wandb")
-    for _ in range(100):  # wandb's own process may write a little after ``finish`` has returned
+    for _ in range(600):  # wandb's own process may write a little after ``finish`` has returned
         store, rows, is_over = DataStore(), [], False
         store.open_for_scan(str(file))
         while (data := store.scan_data()) is not None:

@@ -1,16 +1,18 @@
 """Time that a run waits for its data, and text that it keeps in memory."""
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from megabit.data import memory
-from megabit.data.batches import Batch, BatchSource
+from megabit.data.batches import Batch, BatchSource, Prefetcher
 from megabit.data.corpus import CorpusInfo
 from megabit.launch import run_ranks
 from megabit.telemetry.metrics import read_metrics
 from megabit.training import trainer
+from tests.patience import PATIENCE_S
 from tests.training.runs import (
     assert_same_tensors,
     checkpoint,
@@ -27,13 +29,32 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> CorpusInfo:
     return tiny_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+ASKED = threading.Event()
+"""A step wants its batch."""
+
+
 class SlowDisk(BatchSource):
-    """Reads as a disk does that is far slower than the steps."""
+    """Reads as a disk does that is far slower than the steps, however slow these are: it begins
+    when a step waits for it."""
 
     def batch(self, step: int) -> Batch:
         if self.dp_rank == 1:
-            time.sleep(0.8)  # a step takes a few hundredths
+            ASKED.wait(PATIENCE_S)
+            ASKED.clear()
+            time.sleep(0.5)  # a step takes a few hundredths; of ten seconds it is 5 %
         return super().batch(step)
+
+
+class Asking(Prefetcher):
+    """Tells the disk."""
+
+    def next(self) -> Batch:
+        ASKED.set()
+        return super().next()
+
+    def close(self) -> None:
+        ASKED.set()  # what is being read then is read to its end
+        super().close()
 
 
 @pytest.mark.slow
@@ -43,6 +64,7 @@ def test_waiting_for_data_is_measured_and_told(corpus: CorpusInfo, tmp_path: Pat
 
     def run() -> str:
         trainer.BatchSource = SlowDisk  # type: ignore[misc]  # of this fork only
+        trainer.Prefetcher = Asking  # type: ignore[misc]
         return train_here(config)[1]
 
     said = run_ranks(run, 2)[0]

