@@ -7,17 +7,18 @@
 ``megabit plan --calibrate`` does. It *validates*: a dozen layouts of a model of 29 M parameters,
 step time and peak memory of each. It *ranks*: all layouts of a smaller model that four ranks allow
 with its microbatch kept, to see whether the chosen one is the fastest. No constant of the planner
-is fitted to any of these runs. Layouts take turns twice, and the better half of all steps counts:
-what else the machine does makes steps longer, never shorter.
+is fitted to any of these runs. Each layout has processes of its own. Layouts take turns twice, and
+the better half of all steps counts: what else the machine does makes steps longer, never shorter.
+Of memory, the rank that needs most counts.
 """
 
-import dataclasses
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 from megabit.benchmark.measure import Record, measure_layout
-from megabit.config import load_config
+from megabit.config import load_config, to_yaml
 from megabit.files import write_text
 from megabit.launch import run_ranks
 from megabit.plan.calibrate import calibrate
@@ -44,7 +45,10 @@ RANKS = 4
 STEPS, TURNS = 4, 2
 TIMEOUT_S = 1800.0
 
-VALIDATED = ["examples/model/small_30m.yaml", "train.global_batch_size=8", "data.seq_length=256"]
+VALIDATED = [
+    *("examples/model/small_30m.yaml", "train.global_batch_size=8", "train.micro_batch_size=2"),
+    "data.seq_length=256",
+]
 LAYOUTS = (
     (1, ""),
     (2, "parallel.tp=2"),
@@ -66,15 +70,16 @@ RANKED = [
     *("examples/model/tiny.yaml", "train.global_batch_size=16", "train.micro_batch_size=2"),
     "data.seq_length=128",
 ]
-KEPT = frozenset({"train.micro_batch_size", "parallel.row_reduce", "train.recompute"})
-KEPT_TOO = frozenset({"optim.zero_stage"})
+KEPT = frozenset(
+    {"train.micro_batch_size", "train.recompute", "parallel.row_reduce", "optim.zero_stage"}
+)
 QUICK = ["model.num_hidden_layers=4", "model.hidden_size=64", "model.intermediate_size=96"]
 
 
 def run(is_quick: bool) -> None:
     """All three parts; the JSON of each as soon as it is there."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    machine = calibrate(lambda share: None)
+    machine = calibrate(created={"commit": _commit()})
     write_text(RESULTS / "machine.json", machine.to_json())
     more = QUICK if is_quick else []
     cases = [
@@ -86,7 +91,7 @@ def run(is_quick: bool) -> None:
         for layout, (_, text) in zip(layouts, LAYOUTS, strict=True)
     ]
     validated = _compare(layouts, names, "validate")
-    search = Search(load_config([*RANKED, *more]), RANKS, machine, KEPT | KEPT_TOO)
+    search = Search(load_config([*RANKED, *more]), RANKS, machine, KEPT, top=10**6)
     found = search.run()
     ranked = _compare(
         [candidate.layout for candidate in found.candidates],
@@ -111,21 +116,13 @@ def _compare(layouts: list[Layout], names: list[str], what: str) -> list[dict[st
     turns = [(turn, number) for turn in range(TURNS) for number in range(len(layouts))]
     for _, number in track(turns, what):
         layout = layouts[number]
-        train = dataclasses.replace(layout.config.train, steps=2 + STEPS)
-        config = dataclasses.replace(layout.config, train=train)
-        measure = partial(measure_layout, config, STEPS, False, lambda step, steps: None)
-        records: list[Record] = run_ranks(measure, layout.world_size, TIMEOUT_S)
-        seconds[number] += [max(step) for step in zip(*(r.seconds for r in records), strict=True)]
-        peaks[number] = [record.peak_bytes for record in records]
+        records = _measured(layout)
+        seconds[number] += [max(step) for step in zip(*(r["s"] for r in records), strict=True)]
+        peaks[number] = [record["bytes"] for record in records]
     results = []
     for layout, name, times, measured in zip(layouts, names, seconds, peaks, strict=True):
         step = step_of(layout)
         memory = [memory_of(shape, layout.machine.device) for shape in layout.shapes]
-        ranks_of_stage = layout.world_size // layout.config.parallel.pp
-        by_stage = [
-            max(measured[i * ranks_of_stage : (i + 1) * ranks_of_stage])
-            for i in range(layout.config.parallel.pp)
-        ]
         best = sorted(times)[: max(1, len(times) // 2)]
         results.append(
             {
@@ -137,10 +134,30 @@ def _compare(layouts: list[Layout], names: list[str], what: str) -> list[dict[st
                 "all_s": times,
                 "predicted_bytes": [sum(each.values()) for each in memory],
                 "parts_bytes": memory,
-                "measured_bytes": by_stage,
+                "measured_bytes": measured,
             }
         )
     return results
+
+
+def _measured(layout: Layout) -> list[dict[str, Any]]:
+    """Seconds of the steps and peak memory, by rank, in new processes: a fork of this one would
+    begin with its peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder) / "settings.yaml"
+        settings.write_text(to_yaml(layout.config), encoding="utf-8")
+        command = [sys.executable, __file__, "layout", str(settings), str(layout.world_size)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    records: list[dict[str, Any]] = json.loads(done.stdout)
+    return records
+
+
+def measure(settings: str, world_size: int) -> None:
+    """One layout, as JSON on stdout."""
+    config = load_config([settings, f"train.steps={2 + STEPS}"], world_size)
+    ranks = partial(measure_layout, config, STEPS, False, lambda step, steps: None)
+    records: list[Record] = run_ranks(ranks, world_size, TIMEOUT_S)
+    print(json.dumps([{"s": record.seconds, "bytes": record.peak_bytes} for record in records]))
 
 
 def report() -> None:
@@ -169,14 +186,11 @@ def _validated(document: dict[str, Any]) -> list[str]:
     time_errors, memory_errors = [], []
     for case in document["validated"]:
         time_errors.append(case["predicted_s"] / case["measured_s"] - 1)
-        worst = max(
-            zip(case["predicted_bytes"], case["measured_bytes"], strict=True),
-            key=lambda pair: abs(pair[0] / pair[1] - 1),
-        )
-        memory_errors.append(worst[0] / worst[1] - 1)
+        needed = max(case["predicted_bytes"]), max(case["measured_bytes"])
+        memory_errors.append(needed[0] / needed[1] - 1)
         lines.append(
             f"| {case['name']} | {case['predicted_s']:.2f} s | {case['measured_s']:.2f} s | "
-            f"{time_errors[-1]:+.1%} | {worst[0] / 1e6:.0f} MB | {worst[1] / 1e6:.0f} MB | "
+            f"{time_errors[-1]:+.1%} | {needed[0] / 1e6:.0f} MB | {needed[1] / 1e6:.0f} MB | "
             f"{memory_errors[-1]:+.1%} |"
         )
     within = [
@@ -233,8 +247,8 @@ def _draw(document: dict[str, Any]) -> None:
             label=f"{name}, {len(cases)} layouts",
         )
         memory.plot(
-            [size / 1e6 for case in cases for size in case["measured_bytes"]],
-            [size / 1e6 for case in cases for size in case["predicted_bytes"]],
+            [max(case["measured_bytes"]) / 1e6 for case in cases],
+            [max(case["predicted_bytes"]) / 1e6 for case in cases],
             marker,
         )
     for axes, limit, unit, title in (
@@ -290,6 +304,8 @@ def _cpu() -> str:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["run"]:
         run("--quick" in sys.argv)
+    elif sys.argv[1:2] == ["layout"]:
+        measure(sys.argv[2], int(sys.argv[3]))
     elif sys.argv[1:] == ["report"]:
         report()
     else:
