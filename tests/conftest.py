@@ -38,13 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])  # stable: files stay together, in their order
 
 
+VARIABLES = (
+    *("MEGABIT_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "TORCH_"),
+    *("TORCHELASTIC_", "NCCL_", "GLOO_"),
+)
+"""What processes of a job are told by; pytest and libraries write into others."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def state_of_process() -> dict[str, object]:
     """What all code in it and all its forks share, but for modules."""
-    ours = ("PYTEST_", "TORCHINDUCTOR_")  # pytest and torch write into these
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    environment = {k: v for k, v in os.environ.items() if k.startswith(VARIABLES)}
     return {
         **{f"variable {name}": value for name, value in environment.items()},
         **{f"handler of {number.name}": signal.getsignal(number) for number in SIGNALS},

@@ -24,7 +24,7 @@ from tests.training.tiny import own_batch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RECIPES = sorted((EXAMPLES / "recipe").glob("*.yaml"))
-LARGE = ("125m", "700m", "1_3b", "3b", "2b4t", "70b", "convert")
+LARGE = ("125m", "700m", "1_3b", "3b", "2b4t", "70b", "400b", "convert")
 SOURCED = (*LARGE, "tiny", "embedding")
 SMALL = (
     *("model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2"),
@@ -93,20 +93,23 @@ COUNTS = {
     "3b": (26 * layer(3200, 8640, 3200) + 32000 * 3200 + 3200, 3.3e9),
     "2b4t": (2_412_820_480, 2.4e9),  # the checkpoint's
     "70b": (80 * layer(8192, 28672, 1024) + 2 * 32000 * 8192 + 8192, 69e9),
+    "400b": (126 * layer(16384, 53248, 1024) + 2 * 128256 * 16384 + 16384, 405e9),
 }
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters(name: str) -> None:
     """700M is 4 % less than the table's shape gives; 729M and 3.3B are how the reproduction's
-    checkpoints are called, 69B is what a LLaMA 2 70B has."""
+    checkpoints are called, 69B and 405B are what a LLaMA 2 70B and a Llama 3.1 405B have."""
     by_hand, nominal = COUNTS[name]
     count = num_parameters(recipe(name).model)
     assert count == by_hand
     assert count == pytest.approx(nominal, rel=0.025)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("2b4t", "bitnet_2b4t"), ("tiny", "tiny")])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("2b4t", "bitnet_2b4t"), ("tiny", "tiny"), ("400b", "400b")]
+)
 def test_a_shape_that_is_written_twice_is_the_same(name: str, shape: str) -> None:
     assert recipe(name).model == load_config([str(EXAMPLES / "model" / f"{shape}.yaml")]).model
 
@@ -130,7 +133,7 @@ def test_the_published_curve() -> None:
     assert [at(config, share).weight_decay for share in (0.0, 0.499, 0.5, 0.9)] == [0.1, 0.1, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["125m", "700m", "1_3b", "3b", "70b"])
+@pytest.mark.parametrize("name", ["125m", "700m", "1_3b", "3b", "70b", "400b"])
 def test_two_lines_with_virtual_peaks(name: str) -> None:
     """Without its warm-up, which moves them by less than half a percent, at a quarter and at three
     quarters of the run: what of the way from each peak to the floor is left."""
@@ -162,6 +165,7 @@ def test_two_cosines() -> None:
         ("3b", 100e9, 2**20),
         ("2b4t", 4e12, 2**23),
         ("70b", 2e12, 2**24),
+        ("400b", 15.6e12, 2**24),
         ("convert", 10e9, 2**21),
     ],
 )
@@ -172,7 +176,7 @@ def test_tokens(name: str, tokens: float, batch: int) -> None:
     assert config.train.global_batch_size * config.data.seq_length == batch
 
 
-@pytest.mark.parametrize(("name", "largest"), [("2b4t", 2048), ("70b", 4096)])
+@pytest.mark.parametrize(("name", "largest"), [("2b4t", 2048), ("70b", 4096), ("400b", 2048)])
 def test_the_batch_grows(name: str, largest: int) -> None:
     config = recipe(name)
     plan = StepPlan.of(config)

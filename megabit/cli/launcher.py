@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -164,11 +165,11 @@ def launch(
     from megabit.cli.agent import Ended, run_agent, say
     from megabit.retry import Retry
 
-    # Of this process, which says itself what there is to say.
-    logging.disable(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, as torchrun has it
     where = "localhost" if options.endpoint is None else "{}:{}".format(*options.endpoint)
-    with tempfile.TemporaryDirectory(prefix="megabit_") as folder:
+    with tempfile.TemporaryDirectory(prefix="megabit_") as folder, _for_the_job():
+        # Of this process, which says itself what there is to say.
+        logging.disable(logging.CRITICAL)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores, as torchrun has it
         try:
             ranks = [sys.executable, "-m", "megabit", *command]
             return run_agent(ranks, options, Path(folder), Retry(retries, retry_pause_s, say))
@@ -183,6 +184,20 @@ def launch(
                 f"--rdzv-endpoint: lost the place where hosts meet, {where}, or too few came "
                 f"({_reason(error)})"
             ) from None
+
+
+@contextmanager
+def _for_the_job() -> Iterator[None]:
+    """Variables that are set for ranks go with the job: whatever this process starts later would
+    take itself for a rank of it, and leave word in a folder that is gone."""
+    before, level = dict(os.environ), logging.root.manager.disable
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        logging.disable(level)
 
 
 def _reason(error: BaseException) -> str:
