@@ -39,10 +39,9 @@ app = typer.Typer(
         "Train and serve BitNet b1.58 (ternary) language models with tensor, pipeline and data "
         "parallelism."
         "\n\n"
-        "All but examples, schedule, report, ckpt, inject, import, export, bench kernels and bench "
-        "overlap take SETTINGS: YAML files and key=value pairs, merged from left to right. Those "
-        "of generate, chat, serve and bench serve are parallel, engine and server; of the others, "
-        "what megabit config shows."
+        "SETTINGS are YAML files and key=value pairs, merged from left to right. Those of "
+        "generate, chat, serve and bench serve are parallel, engine and server; of all other "
+        "commands that take them, what megabit config shows."
     ),
     no_args_is_help=True,
     add_completion=False,

@@ -165,7 +165,6 @@ def _search(
     out: Path | None,
     json: Path | None,
 ) -> None:
-
     from megabit.cli.progress import bar
     from megabit.model.words import model_text
     from megabit.plan.report import describe_machine, print_plan, rejections
@@ -190,9 +189,7 @@ def _search(
         write_json(json, found, machine, top)
     if out is not None:
         write_layout(out, found.candidates[0], machine)
-        console.print(
-            f"Wrote {out}: megabit train {' '.join(['SETTINGS', str(out)])}", soft_wrap=True
-        )
+        console.print(f"Wrote {out}: megabit train SETTINGS {out}", soft_wrap=True)
 
 
 def _search_serving(

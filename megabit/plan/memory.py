@@ -49,11 +49,11 @@ from megabit.plan.machine import Device
 from megabit.plan.sizes import Sizes
 from megabit.training.memory import KINDS, outer_bytes, resident_bytes
 from megabit.training.shapes import RankShape
+from megabit.units import MIB
 
 PARTS = (*KINDS, "outer", "activations", "buffers", "base")
 """``outer``: what an outer optimizer keeps, if there is one."""
 
-MIB = 2**20
 TRAVELLING = 3
 """Buckets of gradients that are on their way at a time with ``zero_stage`` 0 and 1, where nothing
 waits for them before the end of the passes. Measured on a CPU with gloo, 2 to 6."""

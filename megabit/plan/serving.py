@@ -48,8 +48,8 @@ from megabit.plan.search import USABLE_MEMORY
 from megabit.training.memory import resident_bytes
 from megabit.training.messages import Message
 from megabit.training.shapes import RankShape
+from megabit.units import MIB
 
-MIB = 2**20
 MAX_SEQUENCES = 1024
 INTEGER_BYTES = 4
 """Of an int32, or of an fp32."""
