@@ -1,15 +1,18 @@
 """Measure docs/planning.md: what the planner predicts of this machine, beside what runs take.
 
-    python docs/measure_plan.py run [--quick]   # calibrate, run every layout, write the JSON
-    python docs/measure_plan.py report          # picture, and the tables into docs/planning.md
+    python docs/measure_plan.py calibrate   # constants, into docs/results/plan/machine.json
+    python docs/measure_plan.py run         # every layout, into docs/results/plan/measured.json
+    python docs/measure_plan.py report      # picture, and the tables into docs/planning.md
 
-``run`` does three things on an idle machine without GPUs, one after the other. It calibrates, as
-``megabit plan --calibrate`` does. It *validates*: a dozen layouts of a model of 29 M parameters,
-step time and peak memory of each. It *ranks*: all layouts of a smaller model that four ranks allow
-with its microbatch kept, to see whether the chosen one is the fastest. No constant of the planner
-is fitted to any of these runs. Each layout has processes of its own. Layouts take turns twice, and
-the better half of all steps counts: what else the machine does makes steps longer, never shorter.
-Of memory, the rank that needs most counts.
+The first two want an idle machine without GPUs. ``calibrate`` is ``megabit plan --calibrate``.
+``run`` *validates*: a dozen layouts of a model of 29 M parameters, step time and peak memory of
+each. And it *ranks*: all layouts of a smaller model that four ranks allow with its microbatch kept,
+to see whether the chosen one is the fastest. No constant of the planner is fitted to any of these
+runs; ``report`` predicts them with the constants, and writes both into compared.json.
+
+Each layout has processes of its own. Layouts take turns twice, and the better half of all steps
+counts: what else the machine does makes steps longer, never shorter. Of memory, the rank that needs
+most counts.
 """
 
 import json
@@ -18,7 +21,7 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,13 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 from megabit.benchmark.measure import Record, measure_layout
-from megabit.config import load_config, to_yaml
+from megabit.config import load_config
 from megabit.files import write_text
 from megabit.launch import run_ranks
 from megabit.plan.calibrate import calibrate
+from megabit.plan.catalog import known_machine
 from megabit.plan.layout import Layout, Schedules, make_layout
+from megabit.plan.machine import Machine
 from megabit.plan.memory import memory_of
 from megabit.plan.search import Candidate, Search
 from megabit.plan.step import step_of
@@ -73,99 +78,113 @@ RANKED = [
 KEPT = frozenset(
     {"train.micro_batch_size", "train.recompute", "parallel.row_reduce", "optim.zero_stage"}
 )
-QUICK = ["model.num_hidden_layers=4", "model.hidden_size=64", "model.intermediate_size=96"]
 
 
-def run(is_quick: bool) -> None:
-    """All three parts; the JSON of each as soon as it is there."""
+def run() -> None:
+    """All layouts, in turns."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    machine = calibrate(created={"commit": _commit()})
-    write_text(RESULTS / "machine.json", machine.to_json())
-    more = QUICK if is_quick else []
-    cases = [
-        (ranks, load_config([*VALIDATED, *more, *text.split()], ranks)) for ranks, text in LAYOUTS
-    ]
-    layouts = [make_layout(config, ranks, machine, Schedules()) for ranks, config in cases]
-    names = [
-        f"{_name(layout)} {text}".strip()
-        for layout, (_, text) in zip(layouts, LAYOUTS, strict=True)
-    ]
-    validated = _compare(layouts, names, "validate")
-    search = Search(load_config([*RANKED, *more]), RANKS, machine, KEPT, top=10**6)
-    found = search.run()
-    ranked = _compare(
-        [candidate.layout for candidate in found.candidates],
-        [_candidate_name(candidate) for candidate in found.candidates],
-        "rank",
-    )
     document = {
         "schema": 1,
         "commit": _commit(),
         "machine": f"{_cpu()}, {os.cpu_count()} cores, {platform.platform()}",
+        "validated": _run_all(_validated_cases(), "validate"),
+        "ranked": _run_all(_ranked_cases(), "rank"),
         "load": os.getloadavg()[0],
-        "validated": validated,
-        "ranked": ranked,
     }
-    write_text(RESULTS / "compared.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    _write("measured.json", document)
 
 
-def _compare(layouts: list[Layout], names: list[str], what: str) -> list[dict[str, Any]]:
-    """Predicted and measured, of each layout."""
-    seconds: list[list[float]] = [[] for _ in layouts]
-    peaks: list[list[int]] = [[] for _ in layouts]
-    turns = [(turn, number) for turn in range(TURNS) for number in range(len(layouts))]
-    for _, number in track(turns, what):
-        layout = layouts[number]
-        records = _measured(layout)
-        seconds[number] += [max(step) for step in zip(*(r["s"] for r in records), strict=True)]
-        peaks[number] = [record["bytes"] for record in records]
-    results = []
-    for layout, name, times, measured in zip(layouts, names, seconds, peaks, strict=True):
-        step = step_of(layout)
-        memory = [memory_of(shape, layout.machine.device) for shape in layout.shapes]
-        best = sorted(times)[: max(1, len(times) // 2)]
-        results.append(
-            {
-                "name": name,
-                "ranks": layout.world_size,
-                "predicted_s": step.total_s,
-                "parts_s": step.seconds,
-                "measured_s": statistics.median(best),
-                "all_s": times,
-                "predicted_bytes": [sum(each.values()) for each in memory],
-                "parts_bytes": memory,
-                "measured_bytes": measured,
-            }
+@dataclass(frozen=True)
+class Case:
+    """A layout to be measured."""
+
+    name: str
+    ranks: int
+    settings: list[str]
+
+    def layout(self, machine: Machine) -> Layout:
+        return make_layout(load_config(self.settings, self.ranks), self.ranks, machine, Schedules())
+
+
+def _validated_cases() -> list[Case]:
+    return [Case(_name(ranks, text), ranks, [*VALIDATED, *text.split()]) for ranks, text in LAYOUTS]
+
+
+def _ranked_cases() -> list[Case]:
+    """All that there are; which machine does not matter."""
+    machine = known_machine("cpu", RANKS, "eth25")
+    found = Search(load_config(RANKED), RANKS, machine, KEPT, top=10**6).run()
+    return [
+        Case(
+            _candidate_name(candidate),
+            RANKS,
+            [*RANKED, *(f"{k}={v}" for k, v in candidate.choices.items() if v is not None)],
         )
+        for candidate in sorted(found.candidates, key=_candidate_name)
+    ]
+
+
+def _run_all(cases: list[Case], what: str) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = [{**asdict(case), "seconds": []} for case in cases]
+    turns = [
+        (case, result) for _ in range(TURNS) for case, result in zip(cases, results, strict=True)
+    ]
+    for case, result in track(turns, what):
+        records = _in_processes(case)
+        slowest = [max(step) for step in zip(*(r["seconds"] for r in records), strict=True)]
+        result["seconds"] += slowest
+        result["bytes"] = [record["bytes"] for record in records]
     return results
 
 
-def _measured(layout: Layout) -> list[dict[str, Any]]:
+def _in_processes(case: Case) -> list[dict[str, Any]]:
     """Seconds of the steps and peak memory, by rank, in new processes: a fork of this one would
     begin with its peak."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Path(folder) / "settings.yaml"
-        settings.write_text(to_yaml(layout.config), encoding="utf-8")
-        command = [sys.executable, __file__, "layout", str(settings), str(layout.world_size)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    command = [sys.executable, __file__, "layout", str(case.ranks), *case.settings]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     records: list[dict[str, Any]] = json.loads(done.stdout)
     return records
 
 
-def measure(settings: str, world_size: int) -> None:
+def measure(ranks: int, settings: list[str]) -> None:
     """One layout, as JSON on stdout."""
-    config = load_config([settings, f"train.steps={2 + STEPS}"], world_size)
-    ranks = partial(measure_layout, config, STEPS, False, lambda step, steps: None)
-    records: list[Record] = run_ranks(ranks, world_size, TIMEOUT_S)
-    print(json.dumps([{"s": record.seconds, "bytes": record.peak_bytes} for record in records]))
+    config = load_config([*settings, f"train.steps={2 + STEPS}"], ranks)
+    one = partial(measure_layout, config, STEPS, False, lambda step, steps: None)
+    records: list[Record] = run_ranks(one, ranks, TIMEOUT_S)
+    print(
+        json.dumps([{"seconds": record.seconds, "bytes": record.peak_bytes} for record in records])
+    )
+
+
+def compare() -> dict[str, Any]:
+    """What was measured, with what is predicted beside it."""
+    machine = Machine.read(RESULTS / "machine.json")
+    document: dict[str, Any] = json.loads((RESULTS / "measured.json").read_text(encoding="utf-8"))
+    for part in ("validated", "ranked"):
+        for result in document[part]:
+            times = sorted(result["seconds"])
+            result["measured_s"] = statistics.median(times[: max(1, len(times) // 2)])
+            layout = Case(result["name"], result["ranks"], result["settings"]).layout(machine)
+            step = step_of(layout)
+            memory = [memory_of(shape, machine.device) for shape in layout.shapes]
+            result["predicted_s"], result["parts_s"] = step.total_s, step.seconds
+            result["predicted_bytes"] = [sum(each.values()) for each in memory]
+            result["parts_bytes"] = memory
+        document[part].sort(key=lambda result: result["predicted_s"] if part == "ranked" else 0)
+    return document
 
 
 def report() -> None:
     """The picture, and the tables in the document."""
-    document = json.loads((RESULTS / "compared.json").read_text(encoding="utf-8"))
+    document = compare()
+    _write("compared.json", document)
     _draw(document)
     text = DOCUMENT.read_text(encoding="utf-8")
     write_text(DOCUMENT, with_tables(text, document))
+
+
+def _write(name: str, document: dict[str, Any]) -> None:
+    write_text(RESULTS / name, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def with_tables(text: str, document: dict[str, Any]) -> str:
@@ -186,7 +205,7 @@ def _validated(document: dict[str, Any]) -> list[str]:
     time_errors, memory_errors = [], []
     for case in document["validated"]:
         time_errors.append(case["predicted_s"] / case["measured_s"] - 1)
-        needed = max(case["predicted_bytes"]), max(case["measured_bytes"])
+        needed = max(case["predicted_bytes"]), max(case["bytes"])
         memory_errors.append(needed[0] / needed[1] - 1)
         lines.append(
             f"| {case['name']} | {case['predicted_s']:.2f} s | {case['measured_s']:.2f} s | "
@@ -247,7 +266,7 @@ def _draw(document: dict[str, Any]) -> None:
             label=f"{name}, {len(cases)} layouts",
         )
         memory.plot(
-            [max(case["measured_bytes"]) / 1e6 for case in cases],
+            [max(case["bytes"]) / 1e6 for case in cases],
             [max(case["predicted_bytes"]) / 1e6 for case in cases],
             marker,
         )
@@ -276,9 +295,12 @@ def _draw(document: dict[str, Any]) -> None:
     figure.savefig(PICTURE, dpi=110)
 
 
-def _name(layout: Layout) -> str:
-    parallel = layout.config.parallel
-    return f"TP {parallel.tp} × PP {parallel.pp} × DP {layout.dp}"
+def _name(ranks: int, text: str) -> str:
+    """``TP 2 × PP 1 × DP 2``, and what else there is."""
+    settings = dict(each.split("=") for each in text.split())
+    tp, pp = (int(settings.pop(f"parallel.{axis}", 1)) for axis in ("tp", "pp"))
+    more = [f"{key.split('.')[1]} {value}" for key, value in settings.items()]
+    return ", ".join([f"TP {tp} × PP {pp} × DP {ranks // (tp * pp)}", *more])
 
 
 def _candidate_name(candidate: Candidate) -> str:
@@ -301,12 +323,22 @@ def _cpu() -> str:
     return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
+def main(arguments: list[str]) -> None:
+    """See above."""
+    match arguments:
+        case ["calibrate"]:
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            machine = calibrate(created={"commit": _commit()})
+            write_text(RESULTS / "machine.json", machine.to_json())
+        case ["run"]:
+            run()
+        case ["layout", ranks, *settings]:
+            measure(int(ranks), settings)
+        case ["report"]:
+            report()
+        case _:
+            sys.exit(__doc__)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["run"]:
-        run("--quick" in sys.argv)
-    elif sys.argv[1:2] == ["layout"]:
-        measure(sys.argv[2], int(sys.argv[3]))
-    elif sys.argv[1:] == ["report"]:
-        report()
-    else:
-        sys.exit(__doc__)
+    main(sys.argv[1:])

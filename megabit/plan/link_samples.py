@@ -2,15 +2,18 @@
 sizes, as many groups at a time as there will be.
 
 gloo computes on the host's cores, which ranks share. So a message takes longer where more ranks
-send at a time, and each case is measured as it will occur. Times are those of the wall, the lower
-quartile of many short runs, and of the slowest rank.
+send at a time, and each case is measured as it will occur. In training ranks compute between two
+messages, never all equally long, and what is sent is no longer in a cache: to wait for the slowest
+and to wake up again is most of what a small message costs. So ranks compute between messages here,
+too, and what that takes by itself is taken off. Times are those of the wall, medians of many short
+runs, and of the slowest rank.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import quantiles
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,8 @@ from megabit.reduce import (
 from megabit.training.memory import peak_bytes
 from megabit.training.messages import Kind
 
+LEAST_S = 1e-6
+"""Of any message, whatever the clock says."""
 CASES = ((2, 1), (2, 2), (4, 1))
 """Ranks of a group, and groups at a time."""
 
@@ -43,6 +48,8 @@ class LinkEffort:
     """Of each size; larger ones half as often."""
     calls: int = 4
     """In a run."""
+    between: int = 2**20
+    """fp32 numbers that are added up before each message: a millisecond or so."""
 
 
 def measure_links(
@@ -68,7 +75,9 @@ def _fitted(
     trips = 2 if kind == "all_reduce" else 1
     steps = 1.0 if kind == "send" else float(trips * (ranks - 1))
     rows = [[steps, size * (steps / ranks if kind != "send" else 1.0)] for size in sizes]
-    alpha, per_byte = non_negative(rows, seconds)
+    # By relative differences: large messages would count for everything else.
+    relative = [[a / y, b / y] for (a, b), y in zip(rows, seconds, strict=True)]
+    alpha, per_byte = non_negative(relative, [1.0] * len(rows))
     found = [a * alpha + b * per_byte for a, b in rows]
     error = max(abs(x / y - 1) for x, y in zip(found, seconds, strict=True))
     return GroupLink(kind, ranks, groups, AlphaBeta(alpha, 1 / max(per_byte, 1e-15)), error)
@@ -93,17 +102,22 @@ def _measure(ranks: int, groups: int, effort: LinkEffort) -> tuple[dict[Kind, li
 
 
 def _timed(kind: Kind, size: int, axis: Axis, world: Axis, effort: LinkEffort) -> float:
-    call = _call(kind, size, axis)
+    """Seconds of a message beside what is computed before it."""
+    call, numbers = _call(kind, size, axis), torch.ones(effort.between)
     runs = effort.runs if size <= 2**18 else max(2, effort.runs // 2)
-    times = []
-    for run in range(runs + 1):
+
+    def run(is_sent: bool) -> float:
         all_reduce(torch.zeros(1), world)
         started = time.perf_counter()
         for _ in range(effort.calls):
-            call()
-        if run:  # the first one connects, and claims memory
-            times.append((time.perf_counter() - started) / effort.calls)
-    return quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
+            numbers.mul_(1.0)
+            if is_sent:
+                call()
+        return (time.perf_counter() - started) / effort.calls
+
+    run(True)  # connects, and claims memory
+    both, computed = zip(*((run(True), run(False)) for _ in range(runs)), strict=True)
+    return max(median(both) - median(computed), LEAST_S)
 
 
 def _call(kind: Kind, size: int, axis: Axis) -> Callable[[], Tensor]:
