@@ -34,7 +34,7 @@ def plan(
     interconnect: Annotated[
         str | None,
         typer.Option(
-            help="Between nodes, for each GPU: ib400, ib200, roce400, efa400, eth100, eth25 … "
+            help="Between nodes, for each GPU: ib400, ib200, roce400, efa, eth100, eth25 … "
             "Default: ib400; of a cpu: eth25.",
             show_default=False,
         ),

@@ -84,8 +84,8 @@ def _miss(rejected: Rejected) -> str:
     return (
         f"TP {parallel.tp} × PP {parallel.pp} × DP {rejected.layout.dp}, {parallel.schedule}, "
         f"microbatch {config.train.micro_batch_size}, ZeRO {config.optim.zero_stage}, recompute "
-        f"{config.train.recompute} needs {gb_text(sum(rejected.memory.values()))} on a rank, "
-        f"{rejected.missing:.2f} times what there is ({parts})"
+        f"{config.train.recompute} needs {gb_text(sum(rejected.memory.values()))} or more on a "
+        f"rank, {rejected.missing:.2f} times what there is ({parts})"
     )
 
 

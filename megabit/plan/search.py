@@ -74,6 +74,7 @@ class Rejected:
 
     layout: Layout
     memory: dict[str, int]
+    """Of the first rank that needs too much; others may need more."""
     usable_bytes: float
     """Of a rank."""
 
@@ -215,8 +216,15 @@ class Search:
         if self._kept("parallel.schedule"):
             name = parallel.schedule
             if name == "interleaved" and not self._kept("parallel.vpp"):
-                return [(name, chunks) for chunks in self._chunks(pp)]
+                return [(name, chunks) for chunks in self._chunks(pp)] or [(name, None)]
             return [(name, parallel.vpp)]
+        if self._kept("parallel.vpp") and parallel.vpp is not None:
+            return [
+                (name, parallel.vpp)
+                for name, chunks in SCHEDULE_CHUNKS.items()
+                if name != "gpipe"
+                and (chunks == parallel.vpp or (name == "interleaved" and parallel.vpp > 1))
+            ]
         if pp == 1:
             return [("1f1b", None)]
         names = [name for name in SCHEDULE_CHUNKS if name not in ("gpipe", "interleaved")]
@@ -226,8 +234,6 @@ class Search:
         ]
 
     def _chunks(self, pp: int) -> list[int]:
-        if self._kept("parallel.vpp") and self.config.parallel.vpp is not None:
-            return [self.config.parallel.vpp]
         layers = self.config.model.num_hidden_layers
         most = min(MAX_CHUNKS, layers // pp)
         return [v for v in range(2, most + 1) if v == 2 or layers % (pp * v) == 0]
@@ -235,7 +241,7 @@ class Search:
     def _micro_batches(self, dp: int) -> list[int]:
         if self._kept("train.micro_batch_size"):
             return [self.config.train.micro_batch_size]
-        share = max(1, self.config.train.global_batch_size // dp)
+        share = max(1, self.config.train.global_batch_size // max(1, dp))
         return [2**n for n in range(MAX_MICRO_BATCH.bit_length()) if 2**n <= share]
 
     def _families(
@@ -243,6 +249,8 @@ class Search:
     ) -> Iterator[tuple[float, Config]]:
         """Configurations at a TP × PP that compute the same in different orders, each with the
         least time of a step: no rank waits, and all have equally much to do."""
+        if not self._schedules(pp):
+            return
         for micro in self._micro_batches(self.world_size // (tp * pp)):
             for sequence_parallel in self._sequence_parallels(tp):
                 for recompute in self._recomputes():

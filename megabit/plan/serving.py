@@ -157,9 +157,9 @@ def _candidate(
     if problems:
         return problems[0]
     served = Served(config, engine, machine, world_size, _plan(config))
-    room = served.room()
+    megabytes = max(0, int(served.room() // MIB))
     block = max(served.block_bytes(shape) for shape in served.shapes)
-    blocks = max(0, int(room // block))
+    blocks = megabytes * MIB // block
     fitting = blocks // math.ceil(load.context / engine.block_size)
     if not fitting:
         needed = sum(served.weights(served.tightest).values()) / 1e9
@@ -206,7 +206,7 @@ def _candidate(
             "engine.max_sequences": sequences,
             "engine.max_batched_tokens": max(engine.max_batched_tokens, sequences),
             "engine.block_size": engine.block_size,
-            "engine.kv_cache_mb": float(blocks * block // MIB or 1),
+            "engine.kv_cache_mb": float(megabytes),
             "engine.compute": engine.compute,
         },
     )

@@ -15,12 +15,11 @@ from megabit.plan.serving import ServingCandidate, ServingFound
 
 
 def settings_yaml(settings: Mapping[str, object], comments: list[str]) -> str:
-    """``section.key: value`` as YAML in sections, under comment lines; what is None is left out."""
+    """``section.key: value`` as YAML in sections, under comment lines."""
     tree: dict[str, dict[str, object]] = {}
     for key, value in settings.items():
         section, _, name = key.partition(".")
-        if value is not None:
-            tree.setdefault(section, {})[name] = value
+        tree.setdefault(section, {})[name] = value
     head = "".join(f"# {line}\n" for line in comments)
     return head + yaml.safe_dump(tree, sort_keys=False, default_flow_style=False)
 
@@ -34,7 +33,9 @@ def write_layout(path: Path, best: Candidate, machine: Machine) -> None:
         f"{best.memory_bytes / 1e9:.3g} GB on a rank.",
         "megabit train SETTINGS THIS_FILE, with the SETTINGS that it was planned for.",
     ]
-    write_text(path, settings_yaml(best.choices, comments))
+    # Whatever layout those settings have.
+    laid_out = {"parallel.layers_per_stage": None, "parallel.balance": "estimated"}
+    write_text(path, settings_yaml({**best.choices, **laid_out}, comments))
 
 
 def write_serving(path: Path, best: ServingCandidate, machine: Machine) -> None:
