@@ -217,11 +217,13 @@ def _validated(document: dict[str, Any]) -> list[str]:
         for errors, limit in ((time_errors, 0.15), (memory_errors, 0.05))
     ]
     count = len(time_errors)
+    mean = statistics.fmean(time_errors)
     lines += [
         "",
         f"Step time within 15 %: {within[0]} of {count}, the largest error "
-        f"{max(time_errors, key=abs):+.1%}. Peak memory within 5 %: {within[1]} of {count}, the "
-        f"largest error {max(memory_errors, key=abs):+.1%}. ({document['machine']}, commit "
+        f"{max(time_errors, key=abs):+.1%}, the mean {mean:+.1%}. Peak memory within 5 %: "
+        f"{within[1]} of {count}, the largest error {max(memory_errors, key=abs):+.1%}. "
+        f"({document['machine']}, commit "
         f"`{document['commit'][:10]}`, load {document['load']:.1f} at the end.)",
     ]
     return lines
@@ -244,11 +246,16 @@ def _ranked(document: dict[str, Any]) -> list[str]:
                 f"| {case['name']} | {case['predicted_s']:.3f} s | {case['measured_s']:.3f} s | "
                 f"{cases.index(case) + 1} | {by_measured.index(case) + 1} |"
             )
+    times = [case["predicted_s"] / case["measured_s"] - 1 for case in cases]
+    peaks = [max(case["predicted_bytes"]) / max(case["bytes"]) - 1 for case in cases]
     lines += [
         "",
         f"Of {len(cases)} layouts, {chosen['name']} was chosen; it took "
         f"{chosen['measured_s'] / fastest['measured_s'] - 1:.1%} more than the fastest, "
-        f"{fastest['name']}.",
+        f"{fastest['name']}. Of all of them, {sum(abs(e) <= 0.15 for e in times)} are predicted "
+        f"within 15 % ({min(times):+.1%} to {max(times):+.1%}), and the peak memory of "
+        f"{sum(abs(e) <= 0.05 for e in peaks)} within 5 % "
+        f"({min(peaks):+.1%} to {max(peaks):+.1%}).",
     ]
     return lines
 

@@ -30,12 +30,14 @@ def plan(
         str | None,
         typer.Option(help="h100, h200, a100, b200, or cpu.", show_default=False),
     ] = None,
-    nodes_of: Annotated[int, typer.Option(help="Ranks on a node.", min=1)] = 8,
+    nodes_of: Annotated[
+        int | None, typer.Option(help="Ranks on a node. Default: 8.", min=1, show_default=False)
+    ] = None,
     interconnect: Annotated[
         str | None,
         typer.Option(
             help="Between nodes, for each GPU: ib400, ib200, roce400, efa, eth100, eth25 … "
-            "Default: ib400; of a cpu: eth25.",
+            "Default: ib400.",
             show_default=False,
         ),
     ] = None,
@@ -111,7 +113,7 @@ def plan(
 
     Example: megabit plan examples/recipe/2b4t.yaml --gpus 64 --gpu h100 --out layout.yaml
 
-    Example: megabit plan examples/model/bitnet_2b4t.yaml --gpus 8 --gpu h100 --serving
+    Example: megabit plan examples/recipe/2b4t.yaml --gpus 8 --gpu h100 --serving
 
     Example: megabit plan --calibrate here.json
 
@@ -120,17 +122,32 @@ def plan(
     for option, path in (("--out", out), ("--json", json), ("--calibrate", calibrate)):
         if path is not None:
             check_new(path, option)
+    given = {
+        "--gpus": gpus,
+        "--gpu": gpu,
+        "--nodes-of": nodes_of,
+        "--interconnect": interconnect,
+        "--machine": machine_file,
+        "--keep": keep or None,
+        "--tokens": tokens,
+        "--out": out,
+        "--json": json,
+        "--ttft-ms": ttft_ms,
+        "--tpot-ms": tpot_ms,
+    }
+    has = {option for option, value in given.items() if value is not None}
     if calibrate is not None:
-        if settings or gpus is not None or machine_file is not None:
+        if settings or has or serving:
             raise UserError("--calibrate: measures this machine and nothing else; give it alone")
         _calibrate(calibrate)
         return
+    _check_effect(has, serving, gpu)
+    if out is not None and json is not None and out.absolute() == json.absolute():
+        raise UserError(f"--json: {json} is the file of --out as well; name another one")
     if gpus is None:
         raise UserError("--gpus: is missing; say how many ranks there are, such as --gpus 64")
     if not settings:
         raise UserError("SETTINGS: are missing; name a model, such as examples/recipe/2b4t.yaml")
-    if machine_file is not None and (gpu is not None or interconnect is not None):
-        raise UserError("--machine: says what --gpu and --interconnect would; leave them out")
     config = load_config(settings)
     budget = _tokens(tokens) if tokens is not None else float(_tokens_of(config))
 
@@ -142,9 +159,7 @@ def plan(
     elif gpu is None:
         raise UserError("--gpu: is missing; name one, such as --gpu h100, or give --machine")
     else:
-        machine = known_machine(
-            gpu, nodes_of, interconnect or ("eth25" if gpu == "cpu" else "ib400")
-        )
+        machine = known_machine(gpu, nodes_of or 8, interconnect or "ib400")
     if serving:
         from megabit.plan.serving import Load
 
@@ -153,6 +168,24 @@ def plan(
         _search_serving(config, gpus, machine, load, top, out, json)
         return
     _search(config, gpus, machine, frozenset(keep or ()), budget, top, out, json)
+
+
+def _check_effect(has: set[str], serving: bool, gpu: str | None) -> None:
+    """Refuse options that would change nothing."""
+    has = has | ({"--serving"} if serving else set())
+    replaced = {
+        "--machine": ("--gpu", "--nodes-of", "--interconnect"),
+        "--serving": ("--keep", "--tokens"),
+    }
+    for option in replaced.keys() & has:
+        for other in replaced[option]:
+            if other in has:
+                raise UserError(f"{other}: has no effect with {option}; leave it out")
+    for option in ("--ttft-ms", "--tpot-ms"):
+        if option in has and not serving:
+            raise UserError(f"{option}: has no effect without --serving")
+    if gpu == "cpu" and "--interconnect" in has:
+        raise UserError("--interconnect: has no effect with --gpu cpu, whose ranks share a host")
 
 
 def _search(
@@ -232,12 +265,15 @@ def _console() -> "Console":
 
 
 def _calibrate(path: Path) -> None:
+    import torch
+
     from megabit.cli.progress import bar
     from megabit.files import write_text
     from megabit.plan.calibrate import calibrate
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with bar() as report:
-        machine = calibrate(lambda share: report("this machine", share))
+        machine = calibrate(lambda share: report("this machine", share), device)
     write_text(path, machine.to_json())
     print(f"Wrote {path}: megabit plan SETTINGS --gpus N --machine {path}")
 

@@ -1,7 +1,7 @@
 """Machines that are known by name: datasheet figures times stated efficiencies.
 
 What is made of them is a prediction (``Machine.is_measured`` is false). Nothing in this project was
-measured on a cluster of these; ``megabit plan --calibrate`` on the machine at hand replaces them.
+measured on a cluster of these; ``megabit plan --calibrate`` measures the machine at hand instead.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ class Gpu:
     title: str
     half_tflops: float
     """Dense bf16 and fp16 products, sums in fp32."""
-    tf32_tflops: float
-    int8_tops: float
+    fp32_tflops: float
+    """Outside tensor cores: nothing in megabit turns TF32 on."""
     memory_bytes: float
-    """What a process is offered, which is less than what is printed on the box."""
+    """What a process is offered; the gigabytes on the box are binary ones."""
     memory_rate: float
     """Bytes a second."""
     link_rate: float
@@ -34,19 +34,19 @@ class Gpu:
 
 GPUS: dict[str, Gpu] = {
     "a100": Gpu(
-        *("A100 80 GB SXM", 312.0, 156.0, 624.0, 85.0 * GB, 2.039 * TB, 300 * GB),
+        *("A100 80 GB SXM", 312.0, 19.5, 85.0 * GB, 2.039 * TB, 300 * GB),
         "NVIDIA A100 datasheet (80 GB SXM); NVLink 600 GB/s, both directions",
     ),
     "h100": Gpu(
-        *("H100 80 GB SXM", 989.4, 494.7, 1978.9, 85.0 * GB, 3.35 * TB, 450 * GB),
+        *("H100 80 GB SXM", 989.4, 66.9, 85.0 * GB, 3.35 * TB, 450 * GB),
         "NVIDIA H100 architecture whitepaper, table 2 (SXM5); NVLink 900 GB/s, both directions",
     ),
     "h200": Gpu(
-        *("H200 141 GB SXM", 989.4, 494.7, 1978.9, 150.0 * GB, 4.8 * TB, 450 * GB),
+        *("H200 141 GB SXM", 989.4, 66.9, 150.0 * GB, 4.8 * TB, 450 * GB),
         "NVIDIA H200 datasheet, half of what is with sparsity; NVLink 900 GB/s, both directions",
     ),
     "b200": Gpu(
-        *("B200 180 GB SXM", 2250.0, 1125.0, 4500.0, 180.0 * GB, 8.0 * TB, 900 * GB),
+        *("B200 180 GB SXM", 2250.0, 75.0, 180.0 * GB, 8.0 * TB, 900 * GB),
         "NVIDIA HGX B200 datasheet, half of what is with sparsity; NVLink 1.8 TB/s, both "
         "directions; DGX B200 datasheet (64 TB/s and 1,440 GB for 8) for memory",
     ),
@@ -201,12 +201,12 @@ def _device(gpu: Gpu) -> Device:
         rates={
             "bfloat16": half,
             "float16": half,
-            "float32": _rates(gpu, gpu.tf32_tflops),
+            "float32": _rates(gpu, gpu.fp32_tflops),
         },
         peak_tflops={
             "bfloat16": gpu.half_tflops,
             "float16": gpu.half_tflops,
-            "float32": gpu.tf32_tflops,
+            "float32": gpu.fp32_tflops,
         },
         source=gpu.source,
     )

@@ -227,7 +227,7 @@ def draw_scaling(scaling: Scaling, path: Path) -> None:
         (days, "GPU-days for all tokens of the recipe"),
     ):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(gpus, [f"{count:,}" for count in gpus])
+        axes.set_xticks(gpus, [f"{count:,}" for count in gpus], rotation=30)
         axes.minorticks_off()
         axes.set_xlabel("GPUs")
         axes.set_title(title, fontsize=10, loc="left")

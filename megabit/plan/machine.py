@@ -64,6 +64,19 @@ optimizer updates, a *made code* a ternary weight that layers get anew. ``layer 
 small it is."""
 
 TERMS: tuple[Term, ...] = get_args(Term)
+NEEDED: tuple[Term, ...] = (
+    "ternary product",
+    "dense product",
+    "input gradient product",
+    "weight gradient product",
+    "logits product",
+    "attention",
+    "attention gradient",
+    "forward bytes",
+    "input gradient bytes",
+    "weight gradient bytes",
+)
+"""Without these a file says nothing of a device; others may be left out, and take no time."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -311,6 +324,9 @@ def _rates(rates: _Reader) -> Rates:
         {what: errors.number(what) for what in errors.names()},
     )
     rates.done()
+    missing = [term for term in NEEDED if term not in result.seconds]
+    if missing:
+        raise KeyError(f"{missing[0]!r} of device.rates")
     return result
 
 

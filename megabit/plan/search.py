@@ -131,6 +131,11 @@ class Search:
             raise UserError("outer.method: plan one island by itself, with outer.method=none")
         if self.config.communication.tune_buckets:
             raise UserError("communication.tune_buckets: must be false to plan a run")
+        if self.world_size > self.machine.nodes_of and not self.machine.network.inter:
+            raise UserError(
+                f"--gpus: {self.world_size} ranks are more than the {self.machine.nodes_of} of the "
+                "one host that was measured; nothing is known of a network between hosts"
+            )
 
     def run(self, progress: Callable[[float], None] = lambda share: None) -> Found:
         """The ``top`` fastest of all candidates.
@@ -201,14 +206,17 @@ class Search:
         if self._kept("parallel.tp"):
             return [self.config.parallel.tp]
         # Beyond a host TP would wait for the slow network in each layer.
-        limit = min(self.world_size, self.machine.nodes_of)
-        return [tp for tp in divisors(self.world_size) if tp <= limit]
+        of_node = self.machine.nodes_of
+        if self.world_size <= of_node:
+            return divisors(self.world_size)
+        return [tp for tp in divisors(self.world_size) if of_node % tp == 0]
 
     def _pps(self, tp: int) -> list[int]:
         if self._kept("parallel.pp"):
             return [self.config.parallel.pp]
         layers = self.config.model.num_hidden_layers
-        return [pp for pp in divisors(self.world_size // tp) if pp <= layers]
+        # A kept TP may be more than there are ranks, which find_problems then says.
+        return [pp for pp in divisors(max(1, self.world_size // tp)) if pp <= layers]
 
     def _schedules(self, pp: int) -> list[tuple[str, int | None]]:
         """Names, and stages on a rank where there is a choice."""
@@ -331,8 +339,8 @@ class Search:
         ranks = min(self.world_size, self.machine.nodes_of)
         return ranks if self.machine.device.is_shared else 1
 
-    def _usable_bytes(self) -> int:
-        return int(USABLE_MEMORY * self.machine.device.memory_bytes)
+    def _usable_bytes(self) -> float:
+        return USABLE_MEMORY * self.machine.device.memory_bytes
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

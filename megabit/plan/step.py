@@ -36,6 +36,8 @@ from megabit.training.shapes import RankShape
 
 PARTS = ("compute", "bubble", "TP", "PP", "DP", "update", "other")
 """Of the time of a step; they add up to it."""
+ROUNDING = 1e-9
+"""Of a duration: what many additions of numbers of seconds may be off by."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,10 @@ class Account:
         until_gradients = max(a + b.exposed for a, b in zip(steps.ends, gradients, strict=True))
         after = max(weight.exposed for weight in weights) + max(e.agreement for e in self.ends)
         busy_s, tp_s = (self._mean(work) for work in (self.compute, self.talk))
-        if busy_s + tp_s > steps.duration:  # rounding, where ranks share cores and nobody waits
-            scale = steps.duration / (busy_s + tp_s)
-            busy_s, tp_s = busy_s * scale, tp_s * scale
         waiting = steps.duration - busy_s - tp_s
+        if waiting < ROUNDING * steps.duration:  # nobody waits
+            scale = steps.duration / (busy_s + tp_s)
+            busy_s, tp_s, waiting = busy_s * scale, tp_s * scale, 0.0
         hops = 2 * (placement.num_stages - 1) / ranks if ranks > 1 else 0
         pp_s = min(waiting, self.message_s * hops)
         config = layout.config

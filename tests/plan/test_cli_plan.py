@@ -149,7 +149,7 @@ def test_why_nothing_can_be_served() -> None:
         ),
         (
             (TINY, "--gpus", 8, "--machine", "here.json", "--gpu", "h100"),
-            "--machine: says what --gpu and --interconnect would; leave them out",
+            "--gpu: has no effect with --machine; leave it out",
         ),
         ((TINY, "--gpus", 8, "--machine", "none.json"), "none.json: "),
         ((TINY, "--gpus", 8, "--gpu", "h100", "--tokens", "many"), "--tokens: must be a number"),
@@ -171,6 +171,26 @@ def test_why_nothing_can_be_served() -> None:
         (
             (TINY, "precision.compute=float64", "--gpus", 8, "--gpu", "h100"),
             "precision.compute: H100 80 GB SXM has no rates for float64; ",
+        ),
+        (
+            (TINY, "--gpus", 8, "--gpu", "h100", "--serving", "--tokens", "5B"),
+            "--tokens: has no effect with --serving; leave it out",
+        ),
+        (
+            (TINY, "--gpus", 8, "--gpu", "h100", "--ttft-ms", 5),
+            "--ttft-ms: has no effect without --serving",
+        ),
+        (
+            (TINY, "--gpus", 4, "--gpu", "cpu", "--interconnect", "ib400"),
+            "--interconnect: has no effect with --gpu cpu",
+        ),
+        (
+            (TINY, "--gpus", 16, "--gpu", "cpu"),
+            "--gpus: 16 ranks are more than the 8 of the one host",
+        ),
+        (
+            (TINY, "--gpus", 8, "--gpu", "h100", "--out", "new.yaml", "--json", "new.yaml"),
+            "--json: new.yaml is the file of --out as well",
         ),
         (
             (TINY, "precision.compute=float64", "--gpus", 8, "--gpu", "h100", "--serving"),

@@ -26,7 +26,7 @@ from megabit.plan.search import Search
 from tests.training.tiny import tiny
 
 H100 = known_machine("h100", 8, "ib400")
-SIZES = ("train.global_batch_size=4", "train.micro_batch_size=1", "train.tokens=1000000")
+SIZES = ("train.global_batch_size=4", "train.micro_batch_size=1", "train.steps=15625")
 CONFIGS = {
     "small": tiny(*SIZES, "precision.compute=bfloat16"),
     "wide": tiny(*SIZES, "precision.compute=bfloat16", "model.intermediate_size=96"),

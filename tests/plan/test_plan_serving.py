@@ -138,15 +138,26 @@ def test_ranks_are_engines_times_replicas() -> None:
 
 
 def test_limits_are_kept() -> None:
-    free = planned()
+    free, alone = planned(), planned(dataclasses.replace(LOAD, sequences=1))
     ttft_s = min(c.ttft_s for c in free.candidates) / 2
     assert {c.sequences for c in planned(dataclasses.replace(LOAD, sequences=3)).candidates} == {3}
-    for limits in ({"tpot_s": 4e-3}, {"ttft_s": 1.5e-2}, {"ttft_s": 2e-2, "tpot_s": 6e-3}):
+    first, later = (
+        sorted(times)
+        for times in zip(*((c.ttft_s, c.tpot_s) for c in alone.candidates), strict=True)
+    )
+    # Which one sequence keeps in all layouts, in some of them, and both in some.
+    for limits, are_all in (
+        ({"ttft_s": 1.1 * first[-1]}, True),
+        ({"tpot_s": 1.05 * later[0]}, False),
+        ({"ttft_s": 1.02 * first[0], "tpot_s": 1.05 * later[0]}, False),
+    ):
         found = planned(dataclasses.replace(LOAD, **limits))
         assert found.candidates
+        assert (len(found.candidates) == len(free.candidates)) == are_all
         for candidate in found.candidates:
             assert candidate.ttft_s <= limits.get("ttft_s", 1e9)
             assert candidate.tpot_s <= limits.get("tpot_s", 1e9)
+            assert candidate.sequences < at(free, candidate.tp, candidate.pp).sequences
             assert candidate.tokens_per_s <= at(free, candidate.tp, candidate.pp).tokens_per_s
         assert len(found.candidates) + len(found.rejected) == len(free.candidates) + len(
             free.rejected

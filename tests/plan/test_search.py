@@ -241,3 +241,23 @@ def test_progress_goes_from_nothing_to_all() -> None:
     Search(CONFIG, RANKS, H100, top=1).run(shares.append)
     assert shares == sorted(shares)
     assert 0 <= shares[0] < shares[-1] <= 1
+
+
+def test_tp_stays_inside_a_node() -> None:
+    """Of 8 GPUs a node, 6 would span two, over the slow network in each layer."""
+    config = load_config(
+        [
+            *("model.num_attention_heads=12", "model.num_key_value_heads=12"),
+            *("model.hidden_size=192", "model.vocab_size=512", "train.global_batch_size=48"),
+            "train.micro_batch_size=1",
+        ]
+    )
+    found = Search(
+        config,
+        48,
+        known_machine("h100", 8, "ib400"),
+        frozenset({"train.micro_batch_size", "train.recompute"}),
+        10**6,
+    ).run()
+    degrees = {candidate.layout.config.parallel.tp for candidate in found.candidates}
+    assert degrees == {1, 2, 4}
