@@ -7,6 +7,7 @@ added to commands so that they take seconds; ``tests/documents.py`` how a block 
 run.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -27,7 +28,7 @@ import typer
 import yaml
 
 from megabit.cli.main import app
-from megabit.config import load_config, load_serving_config
+from megabit.config import Config, ServingConfig, load_config, load_serving_config
 from tests.documents import (
     DOCUMENTS,
     ROOT,
@@ -197,18 +198,25 @@ def test_settings_in_the_documents_are_settings(block: Block, tmp_path: Path) ->
 
 
 @cache
-def leaves() -> frozenset[str]:
-    """All commands: ``train``, ``bench train``, …"""
+def options_of_commands() -> dict[str, frozenset[str]]:
+    """The options of all commands: of ``train``, ``bench train``, …"""
 
-    def below(command: object, words: tuple[str, ...]) -> Iterator[str]:
+    def below(command: object, words: tuple[str, ...]) -> Iterator[tuple[str, frozenset[str]]]:
         inner = getattr(command, "commands", None)
         if inner is None:
-            yield " ".join(words)
+            parameters = getattr(command, "params", [])
+            names = (name for parameter in parameters for name in parameter.opts)
+            yield " ".join(words), frozenset({*names, "--help"})
             return
         for name, one in inner.items():
             yield from below(one, (*words, name))
 
-    return frozenset(below(typer.main.get_command(app), ()))
+    return dict(below(typer.main.get_command(app), ()))
+
+
+def leaves() -> frozenset[str]:
+    """All commands."""
+    return frozenset(options_of_commands())
 
 
 def test_every_command_is_shown() -> None:
@@ -224,6 +232,37 @@ def test_commands_named_in_the_text_exist() -> None:
             named[command_of(words.split() or [""])] = here(document)
     known = leaves() | {leaf.split()[0] for leaf in leaves()}
     assert not {command: where for command, where in named.items() if command not in known}
+
+
+def test_commands_within_sentences_have_these_options_and_settings() -> None:
+    """They are fragments, with names for what the reader has, and are not run: what they consist
+    of is there."""
+    known = {key for config in (Config(), ServingConfig()) for key in keys_of(config)}
+    wrong: dict[str, str] = {}
+    for document in DOCUMENTS:
+        for text in re.findall(r"`megabit ([^`]+)`", prose(document)):
+            words = [word for word in text.split() if word not in "[]…|"]
+            command = command_of(words)
+            options = options_of_commands().get(command)
+            if options is None or command == "bench kernels":  # which has a parser of its own
+                continue
+            for word in words:
+                option, setting = word.split("=")[0], re.match(r"([a-z]+\.[a-z_0-9]+)=", word)
+                if word.startswith("--") and option not in options:
+                    wrong[f"megabit {text}"] = f"{here(document)}: {option}"
+                if setting and setting[1] not in known:
+                    wrong[f"megabit {text}"] = f"{here(document)}: {setting[1]}"
+    assert not wrong
+
+
+def keys_of(config: object) -> list[str]:
+    """``section.key`` of all settings."""
+    sections = dataclasses.fields(config)  # type: ignore[arg-type]
+    return [
+        f"{section.name}.{key.name}"
+        for section in sections
+        for key in dataclasses.fields(getattr(config, section.name))
+    ]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=here)
