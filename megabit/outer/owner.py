@@ -321,7 +321,7 @@ class Owner:
         """An island takes part from now on."""
         hello = session.hello
         island = self.rounds.islands[hello.island]
-        came = "joined" if island.state == "expected" else "came back"
+        came = "joined" if island.state == "expected" and hello.is_fresh else "came back"
         session.since = math.inf
         is_kept = self.rounds.join(hello.island, hello.round, is_known, self._clock())
         round_ = hello.round if is_kept else self.rounds.version

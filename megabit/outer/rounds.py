@@ -43,7 +43,8 @@ class Rounds(Generic[Term]):
 
     Args:
         version: rounds closed before.
-        states: of the islands then; those that took part are expected again.
+        states: of the islands then. All that had not finished are expected again, dropped ones,
+            too: who was stopped together with the owner comes back when it does.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Rounds(Generic[Term]):
     ) -> None:
         before = [*states] or ["expected"] * islands
         self.islands: list[Island[Term]] = [
-            Island("expected" if state == "live" else state, now) for state in before
+            Island("finished" if state == "finished" else "expected", now) for state in before
         ]
         self.staleness, self.patience_s = staleness, patience_s
         self.version = version

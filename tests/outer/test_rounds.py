@@ -138,9 +138,13 @@ def test_nothing_is_closed_for_nobody() -> None:
     assert rounds.is_over
 
 
-def test_after_a_restart_who_took_part_is_expected() -> None:
+def test_after_a_restart_all_that_had_not_finished_are_expected() -> None:
+    """Who was stopped before the owner was, and comes back later than others, is waited for."""
     rounds: Rounds[str] = Rounds(3, 0, 10, now=0, version=7, states=["live", "dropped", "finished"])
-    assert [island.state for island in rounds.islands] == ["expected", "dropped", "finished"]
+    assert [island.state for island in rounds.islands] == ["expected", "expected", "finished"]
     assert rounds.join(0, 7, is_known=True, now=0)
     rounds.deliver(0, 7, "a")
-    assert close(rounds) == {0: "a"}
+    assert rounds.ready() is None
+    assert rounds.join(1, 7, is_known=True, now=5)
+    rounds.deliver(1, 7, "b")
+    assert close(rounds) == {0: "a", 1: "b"}

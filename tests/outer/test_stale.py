@@ -313,7 +313,7 @@ def test_rounds_that_an_owner_has_forgotten_are_brought_again(tmp_path: Path) ->
         wait_until(lambda: owner.rounds.islands[0].awaits == 1)
         slow.walk(10)
         ahead.result()
-        assert "island 0 joined in round 1" in lines
+        assert "island 0 came back in round 1" in lines
         fast_0 = moved(by_hand.anchor, 0)
         term = minus(by_hand.anchor, minus(by_hand.anchor, fast_0))
         anchor_1 = by_hand.close(term, moved(by_hand.anchor, 10))
