@@ -149,10 +149,12 @@ def plan(
     if not settings:
         raise UserError("SETTINGS: are missing; name a model, such as examples/recipe/2b4t.yaml")
     config = load_config(settings)
-    budget = _tokens(tokens) if tokens is not None else float(_tokens_of(config))
 
     from megabit.plan.catalog import known_machine
     from megabit.plan.machine import Machine
+    from megabit.plan.step import tokens_of
+
+    budget = _tokens(tokens) if tokens is not None else float(tokens_of(config))
 
     if machine_file is not None:
         machine = Machine.read(machine_file)
@@ -199,19 +201,15 @@ def _search(
     json: Path | None,
 ) -> None:
     from megabit.cli.progress import bar
-    from megabit.model.words import model_text
-    from megabit.plan.report import describe_machine, print_plan, rejections
+    from megabit.plan.report import print_plan, rejections
     from megabit.plan.search import Search
     from megabit.plan.write import write_json, write_layout
 
-    console = _console()
-    console.print(f"Model: {model_text(config.model)}", soft_wrap=True)
-    console.print(
+    batch = (
         f"Batch: {config.train.global_batch_size} × {config.data.seq_length} tokens, computed in "
-        f"{config.precision.compute}",
-        soft_wrap=True,
+        f"{config.precision.compute}"
     )
-    console.print(describe_machine(machine, world_size), soft_wrap=True)
+    console = _introduced(config, machine, world_size, batch)
     search = Search(config, world_size, machine, keep, top)
     with bar() as report:
         found = search.run(lambda share: report("layouts", share))
@@ -234,15 +232,11 @@ def _search_serving(
     out: Path | None,
     json: Path | None,
 ) -> None:
-    from megabit.model.words import model_text
-    from megabit.plan.report import describe_machine
     from megabit.plan.serving import Engine, plan_serving, reasons
     from megabit.plan.serving_report import print_serving
     from megabit.plan.write import write_serving, write_serving_json
 
-    console = _console()
-    console.print(f"Model: {model_text(config.model)}", soft_wrap=True)
-    console.print(describe_machine(machine, world_size), soft_wrap=True)
+    console = _introduced(config, machine, world_size)
     found = plan_serving(config.model, Engine(config.precision.compute), world_size, machine, load)
     if not found.candidates:
         raise UserError(f"--gpus: no engine on {world_size} ranks works", *reasons(found))
@@ -252,6 +246,18 @@ def _search_serving(
     if out is not None:
         write_serving(out, found.candidates[0], machine)
         console.print(f"Wrote {out}: megabit serve MODEL {out}", soft_wrap=True)
+
+
+def _introduced(config: Config, machine: "Machine", world_size: int, *more: str) -> "Console":
+    """Say what is planned, and where; the console that the rest is printed on."""
+    from megabit.model.words import model_text
+    from megabit.plan.report import describe_machine
+
+    console = _console()
+    model, place = f"Model: {model_text(config.model)}", describe_machine(machine, world_size)
+    for line in (model, *more, place):
+        console.print(line, soft_wrap=True)
+    return console
 
 
 def _console() -> "Console":
@@ -289,8 +295,3 @@ def _tokens(text: str) -> float:
     if not 0 < value < 1e18:
         raise UserError(f"--tokens: must be a number such as 300B or 4T, not {text!r}")
     return value
-
-
-def _tokens_of(config: Config) -> int:
-    train = config.train
-    return train.tokens or train.steps * train.global_batch_size * config.data.seq_length

@@ -22,6 +22,7 @@ from megabit.errors import UserError
 from megabit.files import read_text, replacing, write_text
 from megabit.plan.machine import Machine
 from megabit.plan.search import USABLE_MEMORY, Found, Search
+from megabit.plan.step import tokens_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,7 +142,7 @@ def find_point(name: str, config: Config, kind: Kind, gpus: int, machine: Machin
         return Point(name, kind, gpus, reason=_reason(found))
     best = found.candidates[0]
     step = best.step
-    days = tokens_of(config) / step.tokens_per_s / 86_400
+    days = step.days(tokens_of(config))
     return Point(
         name,
         kind,
@@ -171,12 +172,6 @@ def as_dense(config: Config) -> Config:
     model = dataclasses.replace(config.model, linear="dense", norm_placement="prenorm")
     optim = dataclasses.replace(config.optim, zero_stage=1)
     return dataclasses.replace(config, model=model, optim=optim)
-
-
-def tokens_of(config: Config) -> int:
-    """Of a whole run."""
-    train = config.train
-    return train.tokens or train.steps * train.global_batch_size * config.data.seq_length
 
 
 def _reason(found: Found) -> str:

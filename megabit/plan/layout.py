@@ -65,14 +65,14 @@ class Layout:
         """What all ranks of a host share, if they do."""
         count = self.machine.device.cores
         ranks_of_stage = self.world_size // self.config.parallel.pp
-        return None if count is None else Cores(count, min(ranks_of_stage, self.machine.nodes_of))
+        return None if count is None else Cores(count, self.machine.on_node(ranks_of_stage))
 
     @property
     def crowding(self) -> float:
         """How many processes there are for each core, where that is more than one; what is measured
         with all of them at work takes so much longer than the work that is in it."""
         count = self.machine.device.cores
-        ranks = min(self.world_size, self.machine.nodes_of)
+        ranks = self.machine.on_node(self.world_size)
         return 1.0 if count is None else max(1.0, ranks / count)
 
     def message_s(self, message: Message) -> float:

@@ -180,6 +180,10 @@ class Machine:
     created: Mapping[str, str] = field(default_factory=dict)
     """When and with what it was measured: commit, date, versions."""
 
+    def on_node(self, ranks: int) -> int:
+        """How many of so many consecutive ranks share a node."""
+        return min(ranks, self.nodes_of)
+
     def to_json(self) -> str:
         """The file."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"

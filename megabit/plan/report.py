@@ -100,7 +100,7 @@ def _layouts(candidates: Sequence[Candidate], tokens: float) -> Table:
         config, step = candidate.layout.config, candidate.step
         parallel = config.parallel
         chunks = f" v={parallel.chunks}" if parallel.schedule == "interleaved" else ""
-        days = tokens / step.tokens_per_s / 86_400
+        days = step.days(tokens)
         table.add_row(
             f"{parallel.tp}×{parallel.pp}×{candidate.layout.dp}",
             parallel.schedule + chunks if parallel.pp > 1 else "-",
@@ -123,7 +123,7 @@ def _layouts(candidates: Sequence[Candidate], tokens: float) -> Table:
 
 
 def _run_text(best: Candidate, tokens: float) -> str:
-    days = tokens / best.step.tokens_per_s / 86_400
+    days = best.step.days(tokens)
     return f"{days:,.3g} days, {days * 24 * best.step.ranks:,.4g} GPU-hours"
 
 

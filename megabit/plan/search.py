@@ -336,7 +336,7 @@ class Search:
     @property
     def _sharing(self) -> int:
         """Ranks that share a device's memory: of a CPU, all of a host."""
-        ranks = min(self.world_size, self.machine.nodes_of)
+        ranks = self.machine.on_node(self.world_size)
         return ranks if self.machine.device.is_shared else 1
 
     def _usable_bytes(self) -> float:

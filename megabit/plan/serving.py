@@ -280,7 +280,7 @@ class Served:
         device = self.machine.device
         usable = USABLE_MEMORY * device.memory_bytes
         if device.is_shared:
-            usable /= min(self.world_size, self.machine.nodes_of)
+            usable /= self.machine.on_node(self.world_size)
         return usable - sum(self.weights(self.tightest).values())
 
     # Time.
@@ -365,7 +365,7 @@ class Served:
     def _share(self) -> float:
         """Time on the cores that a rank has, against one core of its own; on a GPU 1."""
         device = self.machine.device
-        ranks = min(self.world_size, self.machine.nodes_of)
+        ranks = self.machine.on_node(self.world_size)
         return 1.0 if device.cores is None else ranks / device.cores
 
     def _sums(self, layers: int, tokens: int) -> float:

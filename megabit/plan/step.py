@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megabit.config import Config
 from megabit.model.flops import flops_per_token
 from megabit.pipeline.balance import PartCost, PartCosts
 from megabit.pipeline.simulate import Costs
@@ -34,6 +35,7 @@ from megabit.plan.rank_end import RankEnd, RankEnds
 from megabit.plan.timeline import stretched
 from megabit.training.shapes import RankShape
 
+DAY_S = 86_400
 PARTS = ("compute", "bubble", "TP", "PP", "DP", "update", "other")
 """Of the time of a step; they add up to it."""
 ROUNDING = 1e-9
@@ -64,6 +66,10 @@ class Step:
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.total_s
+
+    def days(self, tokens: float) -> float:
+        """Of a run of so many tokens."""
+        return tokens / self.tokens_per_s / DAY_S
 
     @property
     def mfu(self) -> float | None:
@@ -215,6 +221,12 @@ class Account:
 class _Communication:
     exposed: float
     hidden: float
+
+
+def tokens_of(config: Config) -> int:
+    """Of a whole run."""
+    train = config.train
+    return train.tokens or train.steps * train.global_batch_size * config.data.seq_length
 
 
 def step_of(layout: Layout) -> Step:
